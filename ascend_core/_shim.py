@@ -1,0 +1,105 @@
+"""The one file that names private things of torch. Each row: what, why, upstream, and when it can go.
+
+Other modules import the accessors below; a test checks that every row still exists and is still needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+@dataclass(frozen=True)
+class Row:
+    """One private name we depend on.
+
+    Attributes:
+        name: Dotted path.
+        why: What it is needed for.
+        upstream: Where the need is discussed or the name is defined.
+        remove_when: The event that makes the row unnecessary.
+    """
+
+    name: str
+    why: str
+    upstream: str
+    remove_when: str
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        "torch.nn.Module._call_impl",
+        "A pipeline stage must step over a block without running its hooks; an instance attribute of this name does.",
+        "torch/nn/modules/module.py, Module._wrapped_call_impl",
+        "torch offers a hook that may skip a module's call",
+    ),
+    Row(
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+        "Gradients of a stage are reduced once, after its last microbatch, not by a backward pass.",
+        "torch/distributed/pipelining/stage.py, perform_reduce_grad",
+        "FSDP2 offers a public 'reduce the accumulated gradients now'",
+    ),
+    Row(
+        "torch.distributed.tensor.placement_types._StridedShard",
+        "A shard of a shard (FSDP2 over tensor parallel) is summed over its axis in a norm like any other shard.",
+        "torch/distributed/tensor/placement_types.py",
+        "_StridedShard becomes public or a subclass of Shard",
+    ),
+)
+
+
+def override_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Make ``module(...)`` run ``call(...)`` instead, before any hook of the module."""
+    module.__dict__["_call_impl"] = call
+
+
+def original_call(module: nn.Module) -> Callable[..., Any]:
+    """Return the call that :func:`override_call` replaced, hooks included."""
+    return type(module)._call_impl.__get__(module)
+
+
+def restore_call(module: nn.Module) -> None:
+    """Undo :func:`override_call`; a no-op when there is nothing to undo."""
+    module.__dict__.pop("_call_impl", None)
+
+
+def reduce_accumulated_gradients(modules: Iterable[nn.Module]) -> None:
+    """Reduce what FSDP2 has accumulated without synchronisation.
+
+    Args:
+        modules: Modules on which ``fully_shard`` was called and whose backward passes ran with
+            ``set_requires_gradient_sync(False)``.
+
+    Communication:
+        One reduce-scatter per module over its shard axis, and an all-reduce over its replicate axis if there is one.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            continue
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True)
+        module.set_requires_gradient_sync(True)
+        state = fully_shard.state(module)
+        for group in state._fsdp_param_groups:
+            group.post_backward()
+        state._root_post_backward_final_callback()
+        defer_gradient_reduction(module)
+
+
+def defer_gradient_reduction(module: FSDPModule) -> None:
+    """Make backward passes of an FSDP2 module accumulate whole gradients until they are reduced by hand."""
+    module.set_is_last_backward(False)
+    module.set_reshard_after_backward(False)
+    module.set_requires_gradient_sync(False)
+
+
+def is_sharded(placement: torch.distributed.tensor.placement_types.Placement) -> bool:
+    """Tell whether a placement gives each rank of its axis a different piece of the tensor."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return placement.is_shard() or isinstance(placement, _StridedShard)

@@ -1,0 +1,120 @@
+"""Where configuration values come from: arguments, files, ``ASCEND_CONFIG``, and the source documents' JSON form.
+
+An argument beats the file, the file beats the default. Unknown keys are refused wherever they come from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ascend_core import env
+from ascend_core.config import FIELDS, HybridConfig, check_known
+from ascend_core.errors import ConfigError, nearest
+
+_PIPELINE_ALIASES = {"stage_num": "pipeline_parallel_size", "micro_batch_num": "num_microbatches"}
+_TENSOR_ALIASES = {"split_num": "tensor_parallel_size", "qkv_split": "qkv_split"}
+_MODES = ("hybrid",)
+
+
+def read_fields(path: str | Path) -> dict[str, Any]:
+    """Read the fields that a YAML or JSON file sets.
+
+    Args:
+        path: A file ending in ``.json``, ``.yaml`` or ``.yml``.
+
+    Returns:
+        Field name to value, only for the fields that the file names.
+
+    Raises:
+        ConfigError: The file is missing, does not parse, is not a mapping, or has an unknown key.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Cannot read the configuration file {path}.", str(error), "Give an existing file.") from error
+    try:
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} does not parse.", str(error), "Mend the file's syntax.") from error
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping.", "", "Write `key: value` lines.")
+    return normalize_fields(values, where=str(path))
+
+
+def normalize_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Turn user keys, flat or in the source documents' nested form, into field names.
+
+    The nested form is ``{"parallel_mode": "hybrid", "pipeline_config": {"stage_num": 4, "micro_batch_num": 8},
+    "tensor_parallel": {"qkv_split": "column", "split_num": 4}}``.
+
+    Args:
+        values: The keys and values as the user wrote them.
+        where: Their origin, for messages.
+
+    Returns:
+        Field name to value.
+
+    Raises:
+        ConfigError: An unknown key, or one field given under two names.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if key == "parallel_mode":
+            if value not in _MODES:
+                raise ConfigError(f"{where}: parallel_mode={value!r}.", "Only the hybrid mode exists.", "Use 'hybrid'.")
+        elif key == "pipeline_config":
+            _merge(flat, _rename(value, _PIPELINE_ALIASES, f"{where}: pipeline_config"), where)
+        elif key == "tensor_parallel":
+            _merge(flat, _rename(value, _TENSOR_ALIASES, f"{where}: tensor_parallel"), where)
+        else:
+            _merge(flat, {key: value}, where)
+    nested = ("parallel_mode", "pipeline_config", "tensor_parallel")
+    for key in flat:
+        if key not in FIELDS:
+            raise ConfigError(f"{where}: unknown key {key!r}.", "Unknown keys are never ignored.", nearest(str(key), FIELDS + nested))
+    return flat
+
+
+def resolve(config: HybridConfig | Mapping[str, Any] | str | Path | None, fields: Mapping[str, Any]) -> HybridConfig:
+    """Build the configuration from everything a user may have given.
+
+    Args:
+        config: A ready configuration, a mapping, a file, or None to look at ``ASCEND_CONFIG``.
+        fields: Single fields given as arguments; they win.
+
+    Returns:
+        The checked configuration.
+    """
+    check_known(fields, "argument")
+    if isinstance(config, HybridConfig):
+        base = config.to_dict()
+    elif isinstance(config, Mapping):
+        base = normalize_fields(config, where="config")
+    else:
+        path = config if config is not None else env.read("ASCEND_CONFIG")
+        base = read_fields(str(path)) if path is not None else {}
+    return HybridConfig(**{**base, **fields})
+
+
+def _rename(section: Any, aliases: Mapping[str, str], where: str) -> dict[str, Any]:
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{where} holds {type(section).__name__}, not a mapping.", "", f"Known keys: {', '.join(aliases)}.")
+    renamed = {}
+    for key, value in section.items():
+        if key not in aliases:
+            raise ConfigError(f"{where}: unknown key {key!r}.", "Unknown keys are never ignored.", nearest(str(key), aliases))
+        renamed[aliases[key]] = value
+    return renamed
+
+
+def _merge(flat: dict[str, Any], new: Mapping[str, Any], where: str) -> None:
+    for key, value in new.items():
+        if key in flat and flat[key] != value:
+            raise ConfigError(f"{where}: {key} is given twice, as {flat[key]!r} and {value!r}.", "", "Keep one of them.")
+        flat[key] = value

@@ -1,0 +1,61 @@
+"""Pipeline, tensor and data parallel training of an unmodified model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ascend_core.config import HybridConfig
+from ascend_core.mesh import HybridMesh
+from ascend_core.parallel.apply import apply
+from ascend_core.parallel.model import ParallelModel
+
+__all__ = ["ParallelModel", "parallelize"]
+
+
+def parallelize(
+    model: nn.Module,
+    config: HybridConfig,
+    mesh: HybridMesh,
+    *,
+    device: torch.device | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    pipeline_module: str = "auto",
+    root_is_boundary: bool = True,
+) -> ParallelModel:
+    """Spread a model over a mesh, in place.
+
+    Args:
+        model: The whole model with real parameters. Rank 0's values are given to all ranks.
+        config: The configuration.
+        mesh: From :func:`ascend_core.mesh.build_mesh`.
+        device: This rank's device; default: the CPU, or the current NPU.
+        loss_fn: ``(output, target) -> scalar loss``, for :meth:`ParallelModel.train_step`.
+        pipeline_module: Name of the module whose call is pipelined; default: the model itself.
+        root_is_boundary: With ``"auto"``, whether the model's own call is the pipelined one (else a child's).
+
+    Returns:
+        The spread model.
+
+    Raises:
+        ConfigError: Sizes, plan and model do not fit.
+        ModelError: The model has no blocks, or parameters without values.
+
+    Communication:
+        Every rank must call it; see :func:`ascend_core.parallel.apply.apply`.
+
+    Example:
+        >>> model = parallelize(model, config, mesh, loss_fn=F.cross_entropy)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> loss = model.train_step(x, y); model.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
+    """
+    if device is None:
+        index = torch.npu.current_device() if mesh.device_type == "npu" else None
+        device = torch.device(mesh.device_type, index)
+    applied = apply(
+        model, config, mesh, device, pipeline_module=pipeline_module, root_is_boundary=root_is_boundary
+    )
+    return ParallelModel(model, config, mesh, device, applied, loss_fn)

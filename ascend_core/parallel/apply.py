@@ -1,0 +1,175 @@
+"""The one place that says in which order techniques are applied.
+
+Agree on initial values; cut into pipeline stages; split tensors; shard or replicate data-parallel; put up the gates.
+Activation checkpointing and compile will go between tensor and data parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ascend_core import _shim
+from ascend_core.config import HybridConfig
+from ascend_core.errors import ModelError
+from ascend_core.mesh import HybridMesh
+from ascend_core.parallel.blocks import BlockList, deal, find_blocks, prune
+from ascend_core.parallel.data import shard_parameters
+from ascend_core.parallel.gates import BlockGates
+from ascend_core.parallel.rng import StepRng
+from ascend_core.parallel.state import Names
+from ascend_core.parallel.tensor import apply_tensor_parallel, expand_plan
+from ascend_core.parallel.tp_plans import auto_plan
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What :func:`apply` made of a model.
+
+    Attributes:
+        gates: Gates of the pipeline, or None without one.
+        sharded: FSDP2 modules, outermost last.
+        names: Names of the unsplit model.
+        rng: Random streams of a step.
+    """
+
+    gates: BlockGates | None
+    sharded: list[nn.Module]
+    names: Names
+    rng: StepRng
+
+
+def apply(
+    model: nn.Module,
+    config: HybridConfig,
+    mesh: HybridMesh,
+    device: torch.device,
+    *,
+    pipeline_module: str = "auto",
+    root_is_boundary: bool = True,
+) -> Applied:
+    """Spread a model in place.
+
+    Args:
+        model: The whole model, with real parameters, the same architecture on every rank.
+        config: The configuration.
+        mesh: The mesh.
+        device: This rank's device.
+        pipeline_module: Name of the module whose call is pipelined, or ``"auto"``.
+        root_is_boundary: The model's own call is the pipelined one.
+
+    Returns:
+        The pieces a step needs.
+
+    Communication:
+        Broadcasts all parameters and buffers from rank 0; whatever DTensor and FSDP2 do to shard.
+    """
+    blocks = _blocks(model, config, mesh, pipeline_module, root_is_boundary)
+    rng = StepRng.for_mesh(mesh, device)
+    _refuse_meta(model)
+    full = [n for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)]
+    parameters = [n for n, _ in model.named_parameters()]
+    share_initial_values(model, device)
+
+    stages = deal(blocks, mesh.size("pp") * config.num_stages_per_rank) if blocks and mesh.size("pp") > 1 else []
+    local_names = list(blocks.names) if blocks else []
+    if stages and blocks:
+        here, last = mesh.rank("pp"), (len(stages) - 1) % mesh.size("pp")
+        local = {i for s, (first, end) in enumerate(stages) if s % mesh.size("pp") == here for i in range(first, end)}
+        prune(model, blocks, local, is_first=here == 0, is_last=here == last)
+        local_names = [n for i, n in enumerate(blocks.names) if i in local]
+    model.to(device)
+
+    if mesh.size("tp") > 1:
+        if config.tensor_parallel_plan == "auto":
+            plan: Mapping[str, Any] = auto_plan(model, local_names, mesh.size("tp"), qkv_split=config.qkv_split)
+        else:
+            assert isinstance(config.tensor_parallel_plan, Mapping)
+            plan = expand_plan(model, config.tensor_parallel_plan)
+        tied = _tied(model)
+        apply_tensor_parallel(model, plan, mesh.device_mesh["tp"])
+        _tie_again(model, tied)
+
+    sharded: list[nn.Module] = []
+    if config.zero_stage:
+        modules = dict(model.named_modules())
+        wrap = modules.get(blocks.boundary) if blocks and blocks.boundary is not None and not stages else None
+        units = [modules[n] for n in local_names] if blocks else []
+        sharded = list(
+            shard_parameters(model, units, mesh, reshard_after_forward=config.zero_stage == 3, wrap=wrap)  # type: ignore[arg-type]
+        )
+        if stages:
+            for module in sharded:
+                _shim.defer_gradient_reduction(module)  # type: ignore[arg-type]
+
+    gates = BlockGates(model, blocks, stages, mesh.group("pp"), rng) if stages and blocks else None
+    return Applied(gates, sharded, Names(full, parameters, model), rng)
+
+
+def _blocks(
+    model: nn.Module, config: HybridConfig, mesh: HybridMesh, pipeline_module: str, root_is_boundary: bool
+) -> BlockList | None:
+    needed = mesh.size("pp") > 1 or mesh.size("tp") > 1 or config.zero_stage
+    if not needed:
+        return None
+    try:
+        return find_blocks(model, pipeline_module, root_is_boundary=root_is_boundary)
+    except ModelError:
+        if mesh.size("pp") == 1 and (mesh.size("tp") == 1 or config.tensor_parallel_plan != "auto"):
+            return BlockList("", (), "" if root_is_boundary else None)  # one FSDP2 unit, or a user's own plan
+        raise
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    on_meta = [n for n, p in model.named_parameters() if p.is_meta]
+    if on_meta:
+        raise ModelError(
+            f"{len(on_meta)} parameters have no values yet (meta device), the first is {on_meta[0]!r}.",
+            "The model is split after its parameters are initialised.",
+            "Build the model on the CPU.",
+        )
+
+
+def share_initial_values(model: nn.Module, device: torch.device) -> None:
+    """Give every rank rank 0's parameters and buffers. Communication: one broadcast per tensor over all ranks."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            moved = tensor.detach().to(device).contiguous()
+            dist.broadcast(moved, src=0)
+            tensor.copy_(moved)
+
+
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Places that share one parameter, for every shared parameter."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                places.setdefault(id(p), []).append((module, name))
+    return [spots for spots in places.values() if len(spots) > 1]
+
+
+def _tie_again(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
+    """Sharding makes new Parameters; places that shared one must share it again, with the same placement."""
+    from torch.distributed.tensor import DTensor
+
+    for spots in tied:
+        values = [module._parameters[name] for module, name in spots]
+        if all(v is values[0] for v in values):
+            continue
+        placements = {v.placements if isinstance(v, DTensor) else None for v in values}
+        if len(placements) > 1:
+            names = {id(m): n for n, m in model.named_modules()}
+            where = ", ".join(f"{names[id(m)]}.{n}" for m, n in spots)
+            raise ModelError(
+                f"The tied parameter of {where} would be split differently in each place.",
+                "Both places use one tensor, so they need the same tensor-parallel placement.",
+                "Give both modules matching styles ('embedding' with 'colwise_gather'), or leave both out of the plan.",
+            )
+        for module, name in spots[1:]:
+            module._parameters[name] = values[0]

@@ -1,0 +1,217 @@
+"""The blocks of a model: find them, deal them to stages, and drop what a rank does not own.
+
+A *block* is one element of the list a model runs through in order (decoder layers, the children of an
+``nn.Sequential``). Parameter names never change: a block that lives elsewhere is hollowed out in place, its
+parameters set to None, so that a checkpoint has the same names in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ascend_core.errors import ConfigError, ModelError, nearest
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """Where the blocks of a model are.
+
+    Attributes:
+        list_name: Name of the list module.
+        names: Name of each block, in order.
+        boundary: Name of the module whose call is pipelined ("" is the root), or None when the blocks are run by
+            code that is no module's ``forward`` (for example directly by a training step).
+    """
+
+    list_name: str
+    names: tuple[str, ...]
+    boundary: str | None
+
+    def __len__(self) -> int:
+        """Number of blocks."""
+        return len(self.names)
+
+
+def find_blocks(root: nn.Module, pipeline_module: str = "auto", *, root_is_boundary: bool = False) -> BlockList:
+    """Find the block list of a model.
+
+    Of all lists (ModuleList, Sequential, ModuleDict) that hold at least half of the parameters, the one with the most
+    elements wins; without such a list, the one with the most parameters.
+
+    Args:
+        root: The model, or a module that holds it.
+        pipeline_module: Name of the module whose call is pipelined, or ``"auto"``.
+        root_is_boundary: ``"auto"`` means the root itself, not one of its children.
+
+    Returns:
+        The blocks.
+
+    Raises:
+        ConfigError: ``pipeline_module`` names nothing.
+        ModelError: There is no list of blocks.
+    """
+    scope, prefix = root, ""
+    if pipeline_module != "auto":
+        modules = dict(root.named_modules())
+        if pipeline_module not in modules:
+            raise ConfigError(
+                f"pipeline_module={pipeline_module!r} is not a module of {type(root).__name__}.",
+                "",
+                nearest(pipeline_module, [n for n, _ in root.named_children()]),
+            )
+        scope, prefix = modules[pipeline_module], pipeline_module
+    candidates = []
+    for name, module in scope.named_modules(prefix=prefix):
+        if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and len(module) > 0:
+            size = _numel(module.parameters())
+            if size:
+                candidates.append((size, len(module), name, module))
+    if not candidates:
+        raise ModelError(
+            f"{type(scope).__name__} has no list of blocks to split into stages.",
+            "A pipeline needs an nn.ModuleList, nn.Sequential or nn.ModuleDict whose elements are run in order.",
+            "Put the layers into one, or use pipeline_parallel_size=1.",
+        )
+    half = _numel(scope.parameters()) / 2
+    large = [c for c in candidates if c[0] >= half]
+    _, _, list_name, module = max(large, key=lambda c: (c[1], c[0])) if large else max(candidates, key=lambda c: c[0])
+    names = tuple(f"{list_name}.{child}" if list_name else child for child, _ in module.named_children())
+    return BlockList(list_name, names, _boundary(list_name, module, pipeline_module, root_is_boundary))
+
+
+def _boundary(list_name: str, module: nn.Module, pipeline_module: str, root_is_boundary: bool) -> str | None:
+    if pipeline_module != "auto":
+        return pipeline_module
+    if root_is_boundary:
+        return ""
+    head, _, rest = list_name.partition(".")
+    if rest or isinstance(module, nn.Sequential):
+        return head
+    return None
+
+
+def _numel(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+def deal(blocks: BlockList, num_stages: int) -> list[tuple[int, int]]:
+    """Give each stage a run of blocks, as equal in number as possible.
+
+    Args:
+        blocks: The blocks.
+        num_stages: Stages over all ranks.
+
+    Returns:
+        ``(first, one past last)`` per stage.
+
+    Raises:
+        ConfigError: There are more stages than blocks.
+    """
+    n = len(blocks)
+    if num_stages > n:
+        raise ConfigError(
+            f"{num_stages} pipeline stages, but {blocks.list_name or 'the model'} has {n} blocks.",
+            f"Each stage needs a block; the most stages this model allows is {n}: {', '.join(blocks.names)}.",
+            f"Set pipeline_parallel_size to at most {n} (or 'auto'), or lower stages_per_rank.",
+        )
+    return [(n * s // num_stages, n * (s + 1) // num_stages) for s in range(num_stages)]
+
+
+def hollow(module: nn.Module, keep: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    """Drop a module's parameters and buffers in place, keeping the module and its names.
+
+    Args:
+        module: The module.
+        keep: ``id()`` of parameters that something else on this rank still uses (tied weights).
+    """
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if parameter is not None and id(parameter) not in keep:
+                child._parameters[name] = None
+        for name in child._buffers:
+            child._buffers[name] = None
+
+
+def prune(root: nn.Module, blocks: BlockList, local: set[int], is_first: bool, is_last: bool) -> None:
+    """Drop everything that this pipeline rank does not need.
+
+    Blocks of other ranks are hollowed. Inside the boundary, modules registered after the blocks stay on the last
+    stage only, and embeddings registered before them on the first only (a stub that returns NaN stands in, so that a
+    hidden use of their output cannot go unnoticed). Everything else stays on every rank; its gradients are summed.
+
+    Args:
+        root: The whole model, materialised.
+        blocks: Its blocks.
+        local: Indices of the blocks this rank owns.
+        is_first: This rank owns the first stage.
+        is_last: This rank owns the last stage.
+    """
+    modules = dict(root.named_modules())
+    drop = [modules[name] for i, name in enumerate(blocks.names) if i not in local]
+    stubs: list[nn.Module] = []
+    if blocks.boundary is not None:
+        before, after = _around(modules[blocks.boundary], blocks, modules)
+        if not is_last:
+            dropped = [m for m in after if any(True for _ in m.parameters())]
+            for module in dropped:
+                module.forward = _Dropped(module)  # type: ignore[method-assign]
+            drop += dropped
+        if not is_first:
+            stubs = [m for top in before for m in top.modules() if isinstance(m, nn.Embedding)]
+            drop += stubs
+    gone = {id(p) for m in drop for p in m.parameters()}
+    dropped_modules = {id(c) for m in drop for c in m.modules()}
+    kept_elsewhere = {
+        id(p) for m in root.modules() if id(m) not in dropped_modules for p in m._parameters.values() if p is not None
+    }
+    for module in drop:
+        hollow(module, keep=kept_elsewhere & gone)
+    for stub in stubs:
+        stub.forward = _EmbeddingStub(stub)  # type: ignore[method-assign, arg-type]
+
+
+def _around(boundary: nn.Module, blocks: BlockList, modules: dict[str, nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    before: list[nn.Module] = []
+    after: list[nn.Module] = []
+    prefix = f"{blocks.boundary}." if blocks.boundary else ""
+    path = blocks.list_name[len(prefix) :].split(".") if blocks.list_name != blocks.boundary else []
+    here = boundary
+    for step in path:
+        seen = False
+        for name, child in here.named_children():
+            if name == step:
+                seen = True
+            else:
+                (after if seen else before).append(child)
+        here = dict(here.named_children())[step]
+    return before, after
+
+
+class _EmbeddingStub:
+    """Stands in for an embedding of another stage: right shape, all NaN."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        self.embedding_dim = embedding.embedding_dim
+        self.dtype = torch.get_default_dtype() if embedding.weight is None else embedding.weight.dtype
+
+    def __call__(self, indices: torch.Tensor) -> torch.Tensor:
+        shape = (*indices.shape, self.embedding_dim)
+        return torch.full(shape, float("nan"), dtype=self.dtype, device=indices.device)
+
+
+class _Dropped:
+    """Stands in for a module that lives on the last stage; calling it is an error, never a wrong value."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.kind = type(module).__name__
+
+    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
+        raise ModelError(
+            f"A {self.kind} that is registered after the blocks was called before them.",
+            "Modules registered after the blocks live on the last pipeline stage only.",
+            "Create it in __init__ before the blocks, so that every stage keeps it.",
+        )

@@ -1,0 +1,157 @@
+"""Fused projections under tensor parallel: one weight that holds q, k and v becomes parts that are sharded each.
+
+Cutting a fused ``[q; k; v]`` weight into equal row blocks would mix the three. Here every part is a Linear of its own,
+column-sharded, and the local outputs are concatenated, so that the model's own ``chunk(3)`` still works. Saved
+checkpoints hold the original fused weight (:mod:`ascend_core.parallel.state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ascend_core.errors import ModelError
+
+PARTS = ("q", "k", "v")
+
+
+def _part(weight: torch.Tensor, bias: torch.Tensor | None, like: nn.Parameter) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=like.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=like.requires_grad)
+    return linear
+
+
+class FusedColumnLinear(nn.Module):
+    """``y = [x Wq^T; x Wk^T; x Wv^T]`` with each part a Linear that can be column-sharded.
+
+    Args:
+        linear: The fused Linear, weight ``(sum of sizes, in)``.
+        sizes: Rows of each part.
+
+    Shape:
+        input ``(*, in)``; output ``(*, local rows of q + k + v)``.
+    """
+
+    def __init__(self, linear: nn.Linear, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weights = linear.weight.split(list(sizes))
+        biases = linear.bias.split(list(sizes)) if linear.bias is not None else [None] * len(weights)
+        self.parts = tuple(PARTS[i] if len(sizes) == 3 else f"part{i}" for i in range(len(sizes)))
+        for name, w, b in zip(self.parts, weights, biases, strict=True):
+            self.add_module(name, _part(w, b, linear.weight))
+        self.fused_parameters = {"weight": tuple(f"{p}.weight" for p in self.parts)}
+        if linear.bias is not None:
+            self.fused_parameters["bias"] = tuple(f"{p}.bias" for p in self.parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenate the parts' outputs on the last dim."""
+        return torch.cat([self.get_submodule(p)(x) for p in self.parts], dim=-1)
+
+
+class ParallelMultiheadAttention(nn.Module):
+    """``nn.MultiheadAttention`` whose heads are spread over tensor-parallel ranks.
+
+    It takes the same arguments; attention weights are never returned. Parameter names in checkpoints stay those of
+    ``nn.MultiheadAttention``.
+
+    Args:
+        attention: The module to replace.
+        tensor_parallel_size: Ranks; must divide the number of heads.
+        rank: This rank's coordinate on the tensor-parallel axis.
+
+    Raises:
+        ModelError: The module uses an option that cannot be split (different key sizes, bias_kv, zero attention), or
+            the heads do not divide.
+    """
+
+    def __init__(self, attention: nn.MultiheadAttention, tensor_parallel_size: int, rank: int) -> None:
+        super().__init__()
+        if attention.in_proj_weight is None or attention.bias_k is not None or attention.add_zero_attn:
+            raise ModelError(
+                "nn.MultiheadAttention with kdim/vdim, add_bias_kv or add_zero_attn cannot be split.",
+                "Only the common form with one fused input projection can.",
+                "Leave these options off, or use tensor_parallel_size=1.",
+            )
+        if attention.num_heads % tensor_parallel_size:
+            raise ModelError(
+                f"{attention.num_heads} attention heads do not divide over {tensor_parallel_size} tensor-parallel ranks.",
+                "nn.MultiheadAttention is split by whole heads.",
+                "Choose a tensor_parallel_size that divides the heads.",
+            )
+        self.embed_dim, self.head_dim, self.batch_first = attention.embed_dim, attention.head_dim, attention.batch_first
+        self.num_heads = attention.num_heads // tensor_parallel_size
+        self.dropout, self.rank = attention.dropout, rank
+        self._qkv_same_embed_dim = False  # keeps nn.TransformerEncoderLayer off its inference fast path
+        self.in_proj_bias = None
+        biases = attention.in_proj_bias.chunk(3) if attention.in_proj_bias is not None else [None] * 3
+        for name, w, b in zip(PARTS, attention.in_proj_weight.chunk(3), biases, strict=True):
+            self.add_module(name, _part(w, b, attention.in_proj_weight))
+        self.out_proj = attention.out_proj
+        self.fused_parameters = {"in_proj_weight": tuple(f"{p}.weight" for p in PARTS)}
+        if attention.in_proj_bias is not None:
+            self.fused_parameters["in_proj_bias"] = tuple(f"{p}.bias" for p in PARTS)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend with the local heads; see ``nn.MultiheadAttention`` for shapes and masks.
+
+        Returns:
+            The output, full on every rank, and None.
+
+        Raises:
+            ModelError: ``need_weights=True``.
+        """
+        if need_weights:
+            raise ModelError(
+                "need_weights=True on a tensor-parallel nn.MultiheadAttention.",
+                "Each rank has the weights of its own heads only.",
+                "Pass need_weights=False.",
+            )
+        if not self.batch_first:
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        q, k, v = (self._heads(self.get_submodule(n)(t)) for n, t in zip(PARTS, (query, key, value), strict=True))
+        mask = self._mask(attn_mask, key_padding_mask, q, k)
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal and mask is None)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        return (out if self.batch_first else out.transpose(0, 1)), None
+
+    def _heads(self, t: torch.Tensor) -> torch.Tensor:
+        return t.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _mask(
+        self, attn_mask: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Add both masks to one additive mask ``(batch or 1, heads or 1, queries, keys)``."""
+        total = None
+        if attn_mask is not None:
+            m = _additive(attn_mask, q.dtype)
+            if m.dim() == 3:
+                m = m.unflatten(0, (q.shape[0], -1))
+                m = m[:, self.rank * self.num_heads : (self.rank + 1) * self.num_heads]
+            total = m
+        if padding is not None:
+            m = _additive(padding, q.dtype)[:, None, None, :]
+            total = m if total is None else total + m
+        return total
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, float("-inf"))

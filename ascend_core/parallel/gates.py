@@ -1,0 +1,277 @@
+"""Gates in front of the blocks, which let unmodified model code run one stage at a time.
+
+Every stage runs the user's whole step. Blocks of earlier stages are stepped over (their output is NaN, so that nothing
+can use it unnoticed); the first local block gets the received activation in place of its argument; the first block of
+the next stage ends the step by :class:`Cut`, which carries the activation out. On the last stage the step runs to its
+end and returns the loss. Outside of a training step, a call of the model runs all stages in turn and gives every rank
+the real output.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ascend_core import _shim
+from ascend_core.errors import ModelError
+from ascend_core.parallel.blocks import BlockList
+from ascend_core.parallel.rng import StepRng
+
+
+class Cut(BaseException):
+    """Ends the user's step at the end of a stage. Not an Exception, so that user code does not catch it.
+
+    Args:
+        activation: What the stage sends on, or None in an evaluation.
+    """
+
+    def __init__(self, activation: torch.Tensor | None = None) -> None:
+        super().__init__("end of the pipeline stage")
+        self.activation = activation
+
+
+@dataclass
+class StageRun:
+    """The stage that is running: its blocks, its input, and which block must be called next."""
+
+    first: int
+    end: int
+    received: torch.Tensor | None
+    expected: int = 0
+
+
+class BlockGates:
+    """The gates of one model.
+
+    Args:
+        root: The model, pruned for this rank.
+        blocks: Its blocks.
+        stages: ``(first, one past last)`` block of every stage.
+        group: The pipeline group; stage ``s`` lives on its rank ``s % size``.
+        rng: Random streams.
+    """
+
+    def __init__(
+        self, root: nn.Module, blocks: BlockList, stages: list[tuple[int, int]], group: dist.ProcessGroup, rng: StepRng
+    ) -> None:
+        self.blocks, self.stages, self.group, self.rng = blocks, stages, group, rng
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.run: StageRun | None = None
+        self._chained = 0
+        self._inside = False
+        modules = dict(root.named_modules())
+        self._gated = [modules[name] for name in blocks.names]
+        for index, block in enumerate(self._gated):
+            _shim.override_call(block, functools.partial(self._call_block, index, _shim.original_call(block)))
+        if blocks.boundary is not None:
+            boundary = modules[blocks.boundary]
+            if boundary in self._gated:
+                raise ModelError("The pipelined module is itself a block.", "", "Name the module that holds the list.")
+            self._gated.append(boundary)
+            _shim.override_call(boundary, functools.partial(self._call_boundary, _shim.original_call(boundary)))
+
+    def remove(self) -> None:
+        """Take the gates off again."""
+        for module in self._gated:
+            _shim.restore_call(module)
+
+    def owner(self, stage: int) -> int:
+        """Pipeline rank of a stage."""
+        return stage % self.size
+
+    def run_stage(self, stage: int, received: torch.Tensor | None, step: Callable[[], Any]) -> Any:
+        """Run the user's step for one stage.
+
+        Args:
+            stage: Stage index.
+            received: Activation from the previous stage; None on the first.
+            step: The user's step for one microbatch.
+
+        Returns:
+            The activation to send, or on the last stage what ``step`` returned.
+
+        Raises:
+            ModelError: The step does not call the blocks once each, in order.
+        """
+        first, end = self.stages[stage]
+        self.run = StageRun(first, end, received)
+        last = end == len(self.blocks)
+        try:
+            result = step()
+            if not last or self.run.expected != len(self.blocks):
+                raise ModelError(
+                    f"The step ended after {self.run.expected} of {len(self.blocks)} blocks of {self.blocks.list_name!r}.",
+                    "A pipeline stage must see every block called once, in order.",
+                    "Call the pipelined model once in the step, or use pipeline_parallel_size=1.",
+                )
+            return result
+        except Cut as cut:
+            return cut.activation
+        finally:
+            self.run = None
+            self._inside = False
+
+    # ---- one block
+
+    def _call_block(self, index: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.blocks.boundary is not None and not self._inside:
+            raise ModelError(
+                f"Block {self.blocks.names[index]!r} was called outside of {self.blocks.boundary!r}'s forward.",
+                "The pipeline cuts the call of that module.",
+                "Call the module itself, or name the one that is called with pipeline_module=...",
+            )
+        if self.run is None:
+            return self._chain(index, call, args, kwargs)
+        return self._in_stage(self.run, index, call, args, kwargs)
+
+    def _in_stage(self, run: StageRun, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_order(index, run.expected)
+        run.expected = index + 1
+        if index == run.end:
+            raise Cut(_activation(args, kwargs, self.blocks.names[index]))
+        if index < run.first:
+            return _poison(_activation(args, kwargs, self.blocks.names[index]), fresh=index == 0)
+        if index == run.first:
+            if run.received is not None:
+                args, kwargs = _replace(args, kwargs, run.received)
+            self.rng.enter_blocks()
+        output = call(*args, **kwargs)
+        if index == run.end - 1:
+            self.rng.leave_blocks()
+        return output
+
+    def _check_order(self, index: int, expected: int) -> None:
+        if index == expected:
+            return
+        n = len(self.blocks)
+        if index == 0 or expected == n:
+            raise ModelError(
+                f"The pipelined blocks {self.blocks.list_name!r} were called a second time in one step.",
+                "One step runs once through the pipeline.",
+                "Call the model once per step, concatenate the inputs, or use pipeline_parallel_size=1.",
+            )
+        raise ModelError(
+            f"Block {self.blocks.names[index]!r} was called when {self.blocks.names[expected]!r} was due.",
+            "Pipeline stages run the blocks in the order of their list.",
+            "Run the blocks in order, or use pipeline_parallel_size=1.",
+        )
+
+    # ---- evaluation: all stages in turn, the real output everywhere
+
+    def _call_boundary(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nested, self._inside = self._inside, True
+        try:
+            if self.run is not None or nested:
+                return call(*args, **kwargs)
+            return self._chain_boundary(call, args, kwargs)
+        finally:
+            self._inside = nested
+
+    def _chain_boundary(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "The pipelined model was called with gradients enabled, outside of a training step.",
+                "Gradients exist only inside a pipelined step.",
+                "Wrap the call in torch.no_grad().",
+            )
+        self._chained = 0
+        output: Any = None
+        try:
+            output = call(*args, **kwargs)
+        except Cut:
+            pass
+        except Exception as error:
+            stage = self._stage_of(min(self._chained, len(self.blocks) - 1))
+            if self.owner(stage) == self.rank:
+                self._share(None, stage, error)
+            raise
+        return self._share(output, len(self.stages) - 1)
+
+    def _chain(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_order(index, self._chained)
+        self._chained = index + 1
+        stage = self._stage_of(index)
+        mine = self.owner(stage) == self.rank
+        output = call(*args, **kwargs) if mine else _activation(args, kwargs, self.blocks.names[index])
+        ends_stage = index == self.stages[stage][1] - 1
+        if index == len(self.blocks) - 1:
+            self._chained = 0
+            if self.blocks.boundary is not None:
+                if not mine:
+                    raise Cut
+                return output
+        return self._share(output, stage) if ends_stage else output
+
+    def _stage_of(self, index: int) -> int:
+        return next(s for s, (first, end) in enumerate(self.stages) if first <= index < end)
+
+    def _share(self, output: Any, stage: int, error: Exception | None = None) -> Any:
+        """Broadcast a stage's output, any nesting of tensors and plain values, over the pipeline group."""
+        owner = self.owner(stage)
+        source = dist.get_global_rank(self.group, owner)
+        leaves, spec = pytree.tree_flatten(output)
+        plain = [_Meta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        message = [(plain, spec, error) if owner == self.rank else None]
+        dist.broadcast_object_list(message, src=source, group=self.group)
+        plain, spec, failure = message[0]  # type: ignore[misc]
+        if failure is not None and owner != self.rank:
+            raise failure
+        if failure is not None:
+            return None
+        received = []
+        for i, leaf in enumerate(plain):
+            if isinstance(leaf, _Meta):
+                tensor = leaves[i].contiguous() if owner == self.rank else leaf.empty(self.rng.device)
+                dist.broadcast(tensor, src=source, group=self.group)
+                received.append(tensor)
+            else:
+                received.append(leaf)
+        return pytree.tree_unflatten(received, spec)
+
+
+@dataclass(frozen=True)
+class _Meta:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Meta:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def _activation(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> torch.Tensor:
+    """The first tensor argument of a block: what one stage sends to the next."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
+    raise ModelError(
+        f"Block {name!r} was called without a tensor argument.",
+        "Its first tensor argument is what a stage sends to the next one.",
+        "Pass the activation to the block as a tensor.",
+    )
+
+
+def _replace(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    for i, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            return (*args[:i], tensor, *args[i + 1 :]), kwargs
+    for key, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            return args, {**kwargs, key: tensor}
+    raise AssertionError("checked by _activation")
+
+
+def _poison(activation: torch.Tensor, fresh: bool) -> torch.Tensor:
+    if fresh and activation.is_floating_point():
+        return torch.full_like(activation.detach(), float("nan"))
+    return activation

@@ -1,0 +1,177 @@
+"""Finish gradients after the last backward of a step: one place for every sum that a layout leaves open.
+
+Order: DTensor gradients take the placement of their parameter; parameters that live on several stages (tied weights)
+are summed over those stages; FSDP2 reduces its shards; everything else is averaged over the replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ascend_core import _shim
+from ascend_core.errors import ConfigError
+from ascend_core.mesh import HybridMesh
+from ascend_core.parallel.data import GradientReducer, is_data_sharded, local
+
+
+class GradientFinisher:
+    """Finishes the gradients of one model.
+
+    Args:
+        parameters: Name to parameter of this rank, in the model's order.
+        mesh: The mesh.
+        sharded: FSDP2 modules whose gradients are reduced by hand (those of a pipeline).
+
+    Communication:
+        Building it: one object all-gather over the pipeline group, and process groups for tied weights.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: HybridMesh, sharded: Sequence[nn.Module] = ()) -> None:
+        self.mesh, self.parameters, self.sharded = mesh, dict(parameters), list(sharded)
+        trainable = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        self.first_holder: dict[int, bool] = {}
+        self._shared = self._shared_reducers(trainable) if mesh.size("pp") > 1 else []
+        replicated = [p for p in trainable.values() if not is_data_sharded(p, mesh)]
+        dp = mesh.size("dp")
+        self._average = GradientReducer(replicated, mesh.group("dp"), dp) if dp > 1 and replicated else None
+
+    def finish(self) -> None:
+        """Make every ``.grad`` the gradient of the global batch's mean loss.
+
+        Communication: all-reduce of tied weights over their stages; reduce-scatter of FSDP2 shards; all-reduce of the
+        rest over the data-parallel axis.
+        """
+        for p in self.parameters.values():
+            _match_placement(p)
+        for reducer in self._shared:
+            reducer()
+        _shim.reduce_accumulated_gradients(self.sharded)
+        if self._average is not None:
+            self._average()
+
+    def _shared_reducers(self, trainable: Mapping[str, nn.Parameter]) -> list[GradientReducer]:
+        names: list[list[str]] = [[] for _ in range(self.mesh.size("pp"))]
+        dist.all_gather_object(names, list(trainable), group=self.mesh.group("pp"))
+        holders: dict[str, tuple[int, ...]] = {}
+        for name in sorted({n for held in names for n in held}):
+            holders[name] = tuple(r for r, held in enumerate(names) if name in held)
+        here = self.mesh.rank("pp")
+        self.first_holder = {id(p): holders[n][0] == here for n, p in trainable.items() if len(holders[n]) > 1}
+        reducers = []
+        for ranks in sorted({h for h in holders.values() if len(h) > 1}):
+            group = _stage_group(self.mesh, ranks)
+            mine = [p for n, p in trainable.items() if holders[n] == ranks]
+            if here in ranks:
+                reducers.append(GradientReducer(mine, group))
+        return reducers
+
+
+def _stage_group(mesh: HybridMesh, stages: tuple[int, ...]) -> dist.ProcessGroup:
+    """The ranks of this pipeline that hold the given stages. Every rank of the world must call it in the same order."""
+    if len(stages) == mesh.size("pp"):
+        return mesh.group("pp")
+    columns = mesh.device_mesh.mesh.reshape(mesh.size("pp"), -1)
+    found = None
+    for column in range(columns.shape[1]):
+        ranks = [int(columns[s, column]) for s in stages]
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            found = group
+    return found  # type: ignore[return-value]
+
+
+def _match_placement(p: nn.Parameter) -> None:
+    """A DTensor gradient may come replicated or partial; its parameter's placement is the one optimizers expect."""
+    grad = p.grad
+    if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
+        p.grad = grad.redistribute(placements=p.placements)
+
+
+def total_norm(
+    parameters: Iterable[nn.Parameter], mesh: HybridMesh, first_holder: Mapping[int, bool], norm_type: float = 2.0
+) -> torch.Tensor:
+    """Norm of all gradients of the model, over all axes.
+
+    Shards are summed over their axes; replicated gradients and tied weights count once.
+
+    Args:
+        parameters: This rank's parameters.
+        mesh: The mesh.
+        first_holder: ``id(parameter)`` to whether this stage is the first that holds it, for tied weights.
+        norm_type: p of the p-norm; ``inf`` for the largest element.
+
+    Returns:
+        0-dim float32 tensor, equal on all ranks.
+
+    Communication:
+        Three all-reduces of at most four elements, over ``tp``, ``dp_shard`` and ``pp``.
+    """
+    if norm_type <= 0:
+        raise ConfigError(f"norm_type={norm_type} is not a norm.", "", "Use a positive number or inf.")
+    infinite = math.isinf(norm_type)
+    device: torch.device | None = None
+    slots: dict[frozenset[str], list[torch.Tensor]] = {}
+    for p in parameters:
+        device = device or local(p).device
+        if p.grad is None or not first_holder.get(id(p), True):
+            continue
+        _match_placement(p)
+        grad = local(p.grad).detach().float()
+        value = grad.abs().max() if infinite and grad.numel() else grad.abs().pow(norm_type).sum()
+        slots.setdefault(_shard_axes(p.grad), []).append(value)
+    combine = (lambda v: v.max()) if infinite else (lambda v: v.sum())
+    keys = [frozenset(), frozenset({"tp"}), frozenset({"dp_shard"}), frozenset({"tp", "dp_shard"})]
+    zero = torch.zeros((), device=device or torch.device(mesh.device_type))
+    vector = torch.stack([combine(torch.stack(slots[k])) if k in slots else zero for k in keys])
+    op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+    vector = _reduce_slots(vector, [1, 3], mesh, "tp", op)
+    vector = _reduce_slots(vector, [2, 3], mesh, "dp_shard", op)
+    total = combine(vector)
+    if mesh.size("pp") > 1:
+        dist.all_reduce(total, op=op, group=mesh.group("pp"))
+    return total if infinite else total.pow(1.0 / norm_type)
+
+
+def _reduce_slots(vector: torch.Tensor, slots: list[int], mesh: HybridMesh, axis: str, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    if mesh.size(axis) == 1:
+        return vector
+    part = vector[slots].contiguous()
+    dist.all_reduce(part, op=op, group=mesh.group(axis))
+    vector = vector.clone()
+    vector[slots] = part
+    return vector
+
+
+def _shard_axes(grad: torch.Tensor) -> frozenset[str]:
+    if not isinstance(grad, DTensor):
+        return frozenset()
+    names = grad.device_mesh.mesh_dim_names or ()
+    return frozenset(n for n, placement in zip(names, grad.placements, strict=True) if _shim.is_sharded(placement))
+
+
+def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale gradients by ``max_norm / norm`` where the norm is larger, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Args:
+        parameters: This rank's parameters.
+        max_norm: Largest norm allowed.
+        norm: The norm of the whole model, from :func:`total_norm`.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for p in parameters:
+        if p.grad is not None:
+            grad = local(p.grad)
+            grad.mul_(factor.to(grad.dtype))
+
+
+def clip_by_value(parameters: Iterable[nn.Parameter], value: float) -> None:
+    """Clamp every gradient element to ``[-value, value]``."""
+    for p in parameters:
+        if p.grad is not None:
+            local(p.grad).clamp_(-value, value)

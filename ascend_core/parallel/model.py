@@ -1,0 +1,231 @@
+"""A spread model and its verbs: forward and backward of a batch, finished gradients, norm, clip, whole state.
+
+Both frameworks' adapters, and users without a framework, work with this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ascend_core.config import HybridConfig
+from ascend_core.errors import ConfigError
+from ascend_core.mesh import HybridMesh
+from ascend_core.parallel import grads, state
+from ascend_core.parallel.apply import Applied
+from ascend_core.parallel.pipeline import PipelineRunner, StepFn
+
+
+class ParallelModel:
+    """A model spread over a mesh; made by :func:`ascend_core.parallel.parallelize`.
+
+    Calling it runs the whole model: without a pipeline like the module itself, with one under ``torch.no_grad()``
+    only, with the real output on every rank.
+
+    Args:
+        module: This rank's part of the model.
+        config: The configuration.
+        mesh: The mesh.
+        device: This rank's device.
+        applied: What was made of the model.
+        loss_fn: ``(output, target) -> scalar loss`` for :meth:`train_step`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: HybridConfig,
+        mesh: HybridMesh,
+        device: torch.device,
+        applied: Applied,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    ) -> None:
+        self.module, self.config, self.mesh, self.device, self.loss_fn = module, config, mesh, device, loss_fn
+        self.names, self.rng, self.gates = applied.names, applied.rng, applied.gates
+        self._sharded = applied.sharded
+        self._sync = True
+        self.named = dict(module.named_parameters())
+        self.parameter_names = {id(p): n for n, p in self.named.items()}
+        deferred = applied.sharded if applied.gates is not None else ()
+        self._finisher = grads.GradientFinisher(self.named, mesh, deferred)
+        self.runner = PipelineRunner(applied.gates, module, config, device) if applied.gates is not None else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.module(*args, **kwargs)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters, for an optimizer."""
+        yield from self.named.values()
+
+    # ---- training
+
+    def train_step(
+        self, inputs: Any, target: Any, *, scale: float = 1.0, weight_fn: Callable[[Any], float] | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of one batch with ``loss_fn(model(inputs), target)``; gradients add up.
+
+        Args:
+            inputs: A tensor, or a tuple of arguments; dim 0 is the batch.
+            target: Target of the loss.
+            scale: Factor on the loss before backward, e.g. 1 / accumulation steps.
+            weight_fn: Weight of a microbatch ``(inputs, target)`` in the mean loss. Default: equal.
+
+        Returns:
+            This replica's loss, detached, equal on all of its ranks.
+        """
+        if self.loss_fn is None:
+            raise ConfigError("train_step without a loss.", "", "Give loss_fn to parallelize(), or use forward_backward().")
+        loss_fn = self.loss_fn
+
+        def step(batch: Any, number: int) -> torch.Tensor:
+            x, y = batch
+            return loss_fn(self.module(*x) if isinstance(x, tuple) else self.module(x), y)
+
+        loss, _ = self.forward_backward(step, (inputs, target), scale=scale, weight_fn=weight_fn)
+        if self._sync:
+            self.finish_gradients()
+        self.rng.step += 1
+        return loss
+
+    def forward_backward(
+        self,
+        step_fn: StepFn,
+        batch: Any,
+        *,
+        scale: float = 1.0,
+        weight_fn: Callable[[Any], float] | None = None,
+        payload: Callable[[], Any] | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Run a user's step; see :meth:`PipelineRunner.forward_backward`. Gradients are not finished."""
+        if self.runner is not None:
+            return self.runner.forward_backward(step_fn, batch, scale=scale, weight_fn=weight_fn, payload=payload)
+        if self.mesh.size("tp") > 1:
+            with self.rng.user_code(0, 0):
+                loss = step_fn(batch, 0)
+        else:
+            loss = step_fn(batch, 0)
+        (loss * scale).backward()
+        return loss.detach(), payload() if payload else None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients unfinished inside: for all but the last backward of an accumulation."""
+        self._set_sync(False)
+        try:
+            yield
+        finally:
+            self._set_sync(True)
+
+    def _set_sync(self, sync: bool) -> None:
+        self._sync = sync
+        if self.gates is None:
+            for module in self._sharded:
+                assert isinstance(module, FSDPModule)
+                module.set_requires_gradient_sync(sync, recurse=False)
+
+    def finish_gradients(self) -> None:
+        """Make ``.grad`` the global batch's gradient; see :class:`GradientFinisher`."""
+        self._finisher.finish()
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[GradientStash]:
+        """Collect the gradients made inside apart from ``.grad``, which is as before afterwards.
+
+        For frameworks that zero gradients between forward and backward.
+        """
+        before = {n: p.grad for n, p in self.named.items()}
+        for p in self.named.values():
+            p.grad = None
+        stash = GradientStash()
+        try:
+            yield stash
+        finally:
+            for name, p in self.named.items():
+                stash.grads[name] = p.grad
+                p.grad = before[name]
+
+    def add_gradients(self, stash: GradientStash) -> None:
+        """Add stashed gradients to ``.grad``."""
+        for name, grad in stash.grads.items():
+            p = self.named[name]
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad + grad
+        stash.grads.clear()
+
+    # ---- norm and clip
+
+    def grad_norm(self, parameters: Any = None, norm_type: float = 2.0) -> torch.Tensor:
+        """Norm of the finished gradients over all axes; equal on all ranks. Every rank must call it."""
+        params = list(self.named.values() if parameters is None else parameters)
+        return grads.total_norm(params, self.mesh, self._finisher.first_holder, norm_type)
+
+    def clip_grad_norm_(self, max_norm: float, parameters: Any = None, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip by the norm of the whole model; returns the norm before clipping."""
+        params = list(self.named.values() if parameters is None else parameters)
+        norm = self.grad_norm(params, norm_type)
+        grads.clip_by_norm(params, max_norm, norm)
+        return norm
+
+    def clip_grad_value_(self, value: float, parameters: Any = None) -> None:
+        """Clamp gradient elements to ``[-value, value]``."""
+        grads.clip_by_value(self.named.values() if parameters is None else parameters, value)
+
+    # ---- whole state
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The unsplit model's state dict on global rank 0, empty elsewhere. Every rank must call it."""
+        return state.gather_model(self.module, self.names, self.mesh)
+
+    def load_state_dict(self, whole: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load an unsplit state dict, given on every rank."""
+        state.load_model(self.module, self.names, whole, strict=strict)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The unsplit optimizer's state dict on global rank 0. Every rank must call it."""
+        return state.gather_optimizer(optimizer, self.module, self.names, self.mesh, self.parameter_names)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
+        """Load an unsplit optimizer state dict, given on every rank."""
+        state.reshard(self.module)
+        state.load_optimizer(optimizer, self.names, whole, self.parameter_names)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer cope with plain and sharded parameters side by side.
+
+        Multi-tensor (foreach) kernels cannot mix them, so a group that mixes them and does not ask for a kernel runs
+        tensor by tensor.
+
+        Raises:
+            ConfigError: The group asks for foreach or fused.
+        """
+        for group in optimizer.param_groups:
+            meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
+            if len(meshes) < 2 or "foreach" not in group:
+                continue
+            for kernel in ("foreach", "fused"):
+                if group.get(kernel):
+                    raise ConfigError(
+                        f"{type(optimizer).__name__}({kernel}=True) over plain and sharded parameters.",
+                        "torch's multi-tensor kernels refuse to mix them.",
+                        f"Leave {kernel} out.",
+                    )
+            group["foreach"] = False
+
+    def close(self) -> None:
+        """Take the gates off the module."""
+        if self.gates is not None:
+            self.gates.remove()
+
+
+class GradientStash:
+    """Gradients kept aside by :meth:`ParallelModel.gradients_aside`."""
+
+    def __init__(self) -> None:
+        self.grads: dict[str, torch.Tensor | None] = {}

@@ -1,0 +1,301 @@
+"""Run one training step through the pipeline, with torch's own stages and schedules.
+
+Each stage is handed the microbatch number and the received activation, and runs the user's step up to its cut. Shapes
+between stages are measured once per batch shape and given to torch as static metadata, so that a shorter batch never
+reads a stale buffer. An error on one stage does not strand the others: the schedule finishes with zeros, and then
+every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from ascend_core.config import MULTI_STAGE_SCHEDULES, HybridConfig
+from ascend_core.errors import AscendError, ModelError, PeerError
+from ascend_core.parallel.gates import BlockGates
+from ascend_core.parallel.microbatch import batch_size, choose_microbatches, split_batch
+
+StepFn = Callable[[Any, int], torch.Tensor]
+"""The user's step: ``(microbatch, its number) -> scalar loss``, which calls the pipelined model once."""
+
+_MAX_SHAPES = 8
+
+
+@dataclass
+class _Step:
+    """What the stages of the running step share."""
+
+    step_fn: StepFn
+    microbatches: list[Any]
+    factors: list[float]
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    errors: list[BaseException] = field(default_factory=list)
+    check_nan: bool = False
+
+
+class PipelineRunner:
+    """Trains one rank's stages.
+
+    Args:
+        gates: Gates of the model.
+        parameters: Parameters whose ``requires_grad`` tells whether an activation carries gradients.
+        config: The configuration.
+        device: This rank's device.
+    """
+
+    def __init__(self, gates: BlockGates, root: nn.Module, config: HybridConfig, device: torch.device) -> None:
+        self.gates, self.root, self.config, self.device = gates, root, config, device
+        self.num_stages = len(gates.stages)
+        self.local_stages = [s for s in range(self.num_stages) if gates.owner(s) == gates.rank]
+        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._step: _Step | None = None
+        self._output_metas: list[torch.Tensor] = []
+
+    def forward_backward(
+        self,
+        step_fn: StepFn,
+        batch: Any,
+        *,
+        scale: float = 1.0,
+        weight_fn: Callable[[Any], float] | None = None,
+        payload: Callable[[], Any] | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Run forward and backward of one batch; gradients are added to ``.grad``.
+
+        Args:
+            step_fn: The user's step.
+            batch: This replica's batch, the same on all of its ranks.
+            scale: Factor on the loss before backward (1 / accumulation steps, a loss scale).
+            weight_fn: Weight of a microbatch in the mean, for losses that are means over something other than
+                samples (valid tokens). Default: equal weights.
+            payload: Called on the rank of the last stage after the step; its value is returned on every rank.
+
+        Returns:
+            The weighted mean loss (detached, 0-dim, float32, equal on all ranks of the pipeline), and the payload.
+
+        Raises:
+            Exception: Whatever a stage raised, on every rank of the pipeline.
+
+        Communication:
+            Point to point between neighbouring stages, and one object all-gather over the pipeline group. A new batch
+            shape costs one more forward of a microbatch.
+        """
+        size = batch_size(batch)
+        schedule, m = choose_microbatches(self.config.schedule, self.gates.size, self.config.num_microbatches, size)
+        parts = split_batch(batch, m)
+        weights = [float(weight_fn(p)) for p in parts] if weight_fn else [1.0] * m
+        total = sum(weights) or 1.0
+        self._step = _Step(step_fn, parts, [w / total * scale for w in weights])
+        try:
+            runner = self._schedule(schedule, m, _shapes(parts[0]))
+            numbers = torch.arange(m)
+            last = self.num_stages - 1 in self.local_stages
+            runner.step(mb=numbers, target=numbers if last else None, return_outputs=False)
+            return self._agree([w / total for w in weights], payload)
+        finally:
+            self._step = None
+
+    # ---- one microbatch on one stage; called by torch's schedule
+
+    def _forward(self, stage: int, received: torch.Tensor | None, number: int, meta: torch.Tensor) -> torch.Tensor:
+        step = self._step
+        assert step is not None
+        try:
+            output = self._run(stage, received, number)
+        except Exception as error:  # kept for _agree, so that the neighbours are not left waiting
+            step.errors.append(error)
+            output = torch.zeros(meta.shape, dtype=meta.dtype, device=self.device, requires_grad=True)
+            return output if received is None else output + 0 * received.detach().nan_to_num().sum().to(meta.dtype)
+        if stage == self.num_stages - 1:
+            step.losses[number] = output.detach()
+        elif output.shape != meta.shape or output.dtype != meta.dtype:
+            step.errors.append(_changed(stage, number, output, meta))
+            return torch.zeros(meta.shape, dtype=meta.dtype, device=self.device, requires_grad=True)
+        return output.contiguous()
+
+    def _run(self, stage: int, received: torch.Tensor | None, number: int) -> torch.Tensor:
+        step = self._step
+        assert step is not None
+        with self.gates.rng.user_code(stage, number):
+            output = self.gates.run_stage(stage, received, lambda: step.step_fn(step.microbatches[number], number))
+        if stage == self.num_stages - 1:
+            return _checked_loss(output, step.check_nan)
+        return output  # type: ignore[no-any-return]
+
+    def _record(self, error: BaseException) -> None:
+        assert self._step is not None
+        self._step.errors.append(error)
+
+    def _agree(self, shares: list[float], payload: Callable[[], Any] | None) -> tuple[torch.Tensor, Any]:
+        """Exchange loss, payload and errors; raise everywhere if any stage failed."""
+        step = self._step
+        assert step is not None
+        mine: dict[str, Any] = {"error": _portable(step.errors[0]) if step.errors else None}
+        if self.num_stages - 1 in self.local_stages and not step.errors:
+            losses = torch.stack([step.losses[i].float() for i in range(len(shares))])
+            mine["loss"] = float((losses * losses.new_tensor(shares)).sum())
+            mine["payload"] = payload() if payload else None
+        everyone: list[Any] = [None] * self.gates.size
+        dist.all_gather_object(everyone, mine, group=self.gates.group)
+        for rank, result in enumerate(everyone):
+            if result["error"] is not None:
+                error = step.errors[0] if step.errors and rank == self.gates.rank else result["error"]
+                error.add_note(f"(raised on pipeline rank {rank}; every rank of the pipeline stops with it)")
+                raise error
+        result = everyone[self.gates.owner(self.num_stages - 1)]
+        return torch.tensor(result["loss"], device=self.device), result["payload"]
+
+    # ---- torch's schedule for one batch shape
+
+    def _schedule(self, name: str, m: int, shapes: Any) -> Any:
+        key = (name, m, shapes, torch.is_autocast_enabled(self.device.type), self.root.training)
+        assert self._step is not None
+        if key in self._schedules:
+            self._schedules.move_to_end(key)
+            return self._schedules[key]
+        self._step.check_nan = True
+        metas = self._measure()
+        stages = [self._stage(s, metas) for s in self.local_stages]
+        factors = lambda: self._step.factors  # type: ignore[union-attr]  # noqa: E731
+        schedule = get_schedule_class(name)(
+            stages if name in MULTI_STAGE_SCHEDULES else stages[0],
+            n_microbatches=m,
+            loss_fn=lambda loss, number: loss * factors()[int(number)],
+            scale_grads=False,
+        )
+        self._schedules[key] = schedule
+        while len(self._schedules) > _MAX_SHAPES:
+            self._schedules.popitem(last=False)
+        return schedule
+
+    def _stage(self, stage: int, metas: list[torch.Tensor]) -> _Stage:
+        inputs = () if stage == 0 else (metas[stage - 1],)
+        return _Stage(self, stage, self.num_stages, self.device, inputs, metas[stage], self.gates.group)
+
+    def _measure(self) -> list[torch.Tensor]:
+        """Measure what each stage sends, on the meta device: one forward of one microbatch, stage after stage.
+
+        Buffers (batch norm's statistics) and random states are as before afterwards.
+        """
+        metas: list[torch.Tensor] = []
+        carries = False
+        for stage in range(self.num_stages - 1):
+            message: list[Any] = [None]
+            if stage in self.local_stages:
+                message = [self._measure_stage(stage, metas[-1] if metas else None, carries)]
+            source = dist.get_global_rank(self.gates.group, self.gates.owner(stage))
+            dist.broadcast_object_list(message, src=source, group=self.gates.group)
+            if isinstance(message[0], BaseException):
+                raise message[0]
+            shape, dtype, carries = message[0]
+            metas.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=carries))
+        metas.append(torch.zeros((), device="meta", requires_grad=True))
+        return metas
+
+    def _measure_stage(self, stage: int, meta: torch.Tensor | None, carries: bool) -> Any:
+        saved = [(b, b.clone()) for b in self.root.buffers()]
+        received = None if meta is None else torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
+        try:
+            with torch.no_grad():
+                output = self._run(stage, received, 0)
+        except Exception as error:  # sent to every rank of the pipeline, which raise it together
+            return _portable(error)
+        finally:
+            with torch.no_grad():
+                for buffer, value in saved:
+                    buffer.copy_(value)
+        if not output.is_floating_point():
+            return tuple(output.shape), output.dtype, False
+        trained = carries or any(p.requires_grad for p in self.root.parameters())
+        return tuple(output.shape), output.dtype, trained
+
+
+class _StageModule(nn.Module):
+    """What torch's stage calls. It registers no child, so that torch leaves the model's gradients alone."""
+
+    def __init__(self, runner: PipelineRunner, stage: int, meta: torch.Tensor) -> None:
+        super().__init__()
+        self._call = lambda received, number: runner._forward(stage, received, number, meta)
+
+    def forward(self, received: torch.Tensor | None = None, *, mb: torch.Tensor) -> torch.Tensor:
+        """Run microbatch ``mb`` (an int64 tensor of one element)."""
+        return self._call(received, int(mb))
+
+
+class _Stage(PipelineStage):
+    """A torch stage whose backward errors are kept until the schedule has finished."""
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        stage: int,
+        num_stages: int,
+        device: torch.device,
+        inputs: tuple[torch.Tensor, ...],
+        output: torch.Tensor,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(
+            _StageModule(runner, stage, output), stage, num_stages, device, input_args=inputs, output_args=(output,), group=group
+        )
+        self._record = runner._record
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        """Run torch's backward; on an error send zeros on and remember it."""
+        try:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        except Exception as error:  # kept for _agree, so that the neighbours are not left waiting
+            self._record(error)
+            return tuple(None for _ in bwd_kwargs["input_values"]), None
+
+
+def _checked_loss(loss: Any, check_nan: bool) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise ModelError(
+            f"The step returned {type(loss).__name__} instead of a scalar loss.",
+            "A pipelined step needs one loss per microbatch.",
+            "Return the loss tensor (0-dim) from the step.",
+        )
+    if check_nan and bool(loss.isnan()):
+        raise ModelError(
+            "The loss is NaN in the first step of this batch shape.",
+            "Either the model itself gives NaN, or code after a pipeline cut uses a value from before it (a skip "
+            "connection around the blocks), which other stages do not have and see as NaN.",
+            "Check the model with pipeline_parallel_size=1; if it is finite there, move the skip connection into a block.",
+        )
+    return loss.reshape(())
+
+
+def _changed(stage: int, number: int, output: torch.Tensor, meta: torch.Tensor) -> ModelError:
+    return ModelError(
+        f"Stage {stage} produced {tuple(output.shape)} {output.dtype} for microbatch {number}, but "
+        f"{tuple(meta.shape)} {meta.dtype} for microbatch 0.",
+        "All microbatches of a step have the same activation shape.",
+        "Pad to one length inside a batch.",
+    )
+
+
+def _portable(error: BaseException) -> Exception:
+    """An error that survives pickling; unusual ones become PeerError with their text.
+
+    torch's stage wraps what a stage raised; the cause is what the user needs.
+    """
+    cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, AscendError) else error
+    if type(cause).__module__ in ("builtins", "ascend_core.errors") and isinstance(cause, Exception):
+        return type(cause)(*cause.args) if not isinstance(cause, AscendError) else cause
+    return PeerError(f"{type(cause).__name__}: {cause}", "Another pipeline rank failed with it.", "See its traceback.")
+
+
+def _shapes(batch: Any) -> Any:
+    """Shapes and dtypes of all tensors of a microbatch, as a hashable key."""
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return tuple((tuple(t.shape), t.dtype) for t in leaves if isinstance(t, torch.Tensor))

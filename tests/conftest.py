@@ -1,0 +1,21 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+os.environ["ASCEND_DEVICE"] = "cpu"
+
+import pytest
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Worker processes that play 1 to 8 ranks."""
+    pool = RankPool(8)
+    yield pool
+    pool.close()

@@ -1,0 +1,94 @@
+"""Rank functions of the parity tests: the same training through ``parallelize``, compared with the plain run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tiny
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ascend_core import HybridConfig, build_mesh, parallelize
+from ascend_core.parallel import ParallelModel, state
+
+
+def full_grads(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """Gradients by unsplit name, on global rank 0."""
+    local = {n: state.full_tensor(p.grad) for n, p in model.named.items() if p.grad is not None}
+    return state._gather_stages(model.names.merge(local), model.mesh)
+
+
+def train(config: dict[str, Any], model_options: dict[str, Any]) -> tiny.History:
+    c = HybridConfig(**config)
+    mesh = build_mesh(c, "cpu")
+    model = parallelize(tiny.build(**model_options), c, mesh, loss_fn=tiny.token_loss)
+    optimizer, schedule = tiny.optimizer_and_schedule(model.parameters())
+    model.check_optimizer(optimizer)
+    history = tiny.History([], [], {}, {})
+    dp, ranks = mesh.rank("dp"), mesh.size("dp")
+    for step in range(tiny.STEPS):
+        total = torch.zeros(())
+        for micro in range(tiny.ACCUMULATE):
+            x, y = tiny.local_batch(step * tiny.ACCUMULATE + micro, dp, ranks)
+            if micro < tiny.ACCUMULATE - 1:
+                with model.no_sync():
+                    total += model.train_step(x, y, scale=1 / tiny.ACCUMULATE) / tiny.ACCUMULATE
+            else:
+                total += model.train_step(x, y, scale=1 / tiny.ACCUMULATE) / tiny.ACCUMULATE
+        if step == 0:
+            history.grads = full_grads(model)
+        history.norms.append(float(model.clip_grad_norm_(tiny.CLIP)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total, group=mesh.group("dp"))
+        history.losses.append(float(total) / ranks)
+        if step == tiny.STEPS // 2:  # evaluation in between must not disturb training
+            with torch.no_grad():
+                model(x)
+    history.params = model.state_dict()
+    if dist.get_rank():
+        history.grads, history.params = {}, {}
+    return history
+
+
+def compare(config: dict[str, Any], model_options: dict[str, Any] | None = None) -> dict[str, float]:
+    """Train both ways on every rank; return the largest differences (parameters and gradients on rank 0)."""
+    options = model_options or {}
+    history = train(config, options)
+    plain = tiny.plain_run(lambda: tiny.build(**options))
+    differences = {
+        "loss": max(abs(a - b) for a, b in zip(history.losses, plain.losses, strict=True)),
+        "norm": max(abs(a - b) for a, b in zip(history.norms, plain.norms, strict=True)),
+    }
+    if dist.get_rank() == 0:
+        assert history.params.keys() == plain.params.keys()
+        assert set(history.grads) >= set(plain.grads), set(plain.grads) - set(history.grads)
+        differences["grad"] = max(float((history.grads[n] - g).abs().max()) for n, g in plain.grads.items())
+        differences["param"] = max(float((history.params[n] - p).abs().max()) for n, p in plain.params.items())
+    return differences
+
+
+def replicas_equal(config: dict[str, Any]) -> bool:
+    """Tied and replicated parameters are bit-equal on all ranks that hold them."""
+    c = HybridConfig(**config)
+    mesh = build_mesh(c, "cpu")
+    model = parallelize(tiny.build(), c, mesh, loss_fn=tiny.token_loss)
+    optimizer, _ = tiny.optimizer_and_schedule(model.parameters())
+    same = True
+    for step in range(5):
+        model.train_step(*tiny.local_batch(step, mesh.rank("dp"), mesh.size("dp")))
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        here = {n: p.detach() for n, p in model.named.items() if not isinstance(p, torch.distributed.tensor.DTensor)}
+        dist.all_gather_object(everyone, here)
+        for other in everyone:
+            same &= all(torch.equal(p, other[n]) for n, p in here.items() if n in other)
+    return bool(same)
+
+
+def nn_parameters(model: nn.Module) -> list[str]:
+    return [n for n, _ in model.named_parameters()]
