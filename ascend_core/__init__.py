@@ -19,7 +19,7 @@ _WHERE = {
     "build_mesh": "ascend_core.mesh",
     "parallelize": "ascend_core.parallel",
 }
-__all__ = sorted(_WHERE)
+__all__ = ["AscendError", "HybridConfig", "ParallelModel", "build_mesh", "parallelize"]
 
 
 def __getattr__(name: str) -> object:

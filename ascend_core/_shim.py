@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils import _pytree as pytree  # noqa: F401 - for the other modules
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ ROWS: tuple[Row, ...] = (
         "torch/distributed/tensor/placement_types.py",
         "_StridedShard becomes public or a subclass of Shard",
     ),
+    Row(
+        "torch.utils._pytree.tree_flatten",
+        "Outputs of a stage may be any nesting of tensors, and must be sent to other ranks.",
+        "torch/utils/_pytree.py",
+        "torch has a public pytree module (2.13 has none)",
+    ),
 )
 
 
@@ -84,7 +91,7 @@ def reduce_accumulated_gradients(modules: Iterable[nn.Module]) -> None:
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(True)
         module.set_requires_gradient_sync(True)
-        state = fully_shard.state(module)
+        state = fully_shard.state(module)  # type: ignore[attr-defined]
         for group in state._fsdp_param_groups:
             group.post_backward()
         state._root_post_backward_final_callback()

@@ -1,7 +1,6 @@
 """The one configuration of both frameworks: what is split how, checked at construction.
 
-Reading files and the source documents' JSON form live in :mod:`ascend_core.config_file`; turning sizes into ranks
-lives in :mod:`ascend_core.mesh`.
+Reading files is :mod:`ascend_core.config_file`, turning sizes into ranks :mod:`ascend_core.mesh`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ascend_core import env
+from ascend_core.config_file import normalize_fields, read_fields
 from ascend_core.errors import ConfigError, NotAvailableError, nearest
 
 SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
@@ -100,34 +101,37 @@ class HybridConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> HybridConfig:
         """Read a YAML or JSON file; see :func:`ascend_core.config_file.read_fields`."""
-        from ascend_core.config_file import read_fields
-
-        return cls(**read_fields(path))
+        return cls(**read_fields(path, FIELDS))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HybridConfig:
         """Build from a mapping, accepting the source documents' nested form as well."""
-        from ascend_core.config_file import normalize_fields
-
-        return cls(**normalize_fields(values, where="config"))
+        return cls(**normalize_fields(values, "config", FIELDS))
 
 
 FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(HybridConfig))
 
 
-def check_known(names: Any, where: str) -> None:
-    """Raise when a name is not a field.
+def resolve(config: HybridConfig | Mapping[str, Any] | str | Path | None, fields: Mapping[str, Any]) -> HybridConfig:
+    """Build the configuration from everything a user may have given.
+
+    An argument beats the file, the file beats the default.
 
     Args:
-        names: The keys that a user gave.
-        where: Where they were given, for the message.
+        config: A ready configuration, a mapping, a file, or None to look at ``ASCEND_CONFIG``.
+        fields: Single fields given as arguments; they win.
 
-    Raises:
-        ConfigError: With the nearest known key.
+    Returns:
+        The checked configuration.
     """
-    for name in names:
-        if name not in FIELDS:
-            raise ConfigError(f"{where}: unknown key {name!r}.", "Unknown keys are never ignored.", nearest(str(name), FIELDS))
+    if isinstance(config, HybridConfig):
+        base = config.to_dict()
+    elif isinstance(config, Mapping):
+        base = normalize_fields(config, "config", FIELDS)
+    else:
+        path = config if config is not None else env.read("ASCEND_CONFIG")
+        base = read_fields(str(path), FIELDS) if path is not None else {}
+    return HybridConfig(**{**base, **normalize_fields(fields, "argument", FIELDS)})
 
 
 def _plain(value: Any) -> Any:
@@ -171,7 +175,9 @@ def _check_available(c: HybridConfig) -> None:
 
 def _check_pipeline(c: HybridConfig) -> None:
     if c.schedule not in SCHEDULES:
-        raise ConfigError(f"schedule={c.schedule!r} is not known.", "Schedules use torch's spelling.", nearest(c.schedule, SCHEDULES))
+        raise ConfigError(
+            f"schedule={c.schedule!r} is not known.", "Schedules use torch's spelling.", nearest(c.schedule, SCHEDULES)
+        )
     if c.schedule in LATER_SCHEDULES:
         raise NotAvailableError(
             f"schedule={c.schedule!r} is not available yet.",
@@ -238,7 +244,9 @@ def _check_data(c: HybridConfig) -> None:
     shard, dp = c.data_parallel_shard_size, c.data_parallel_size
     if shard != "auto" and c.zero_stage == 0 and shard != 1:
         raise ConfigError(
-            f"data_parallel_shard_size={shard} with zero_stage=0.", "Nothing is sharded at stage 0.", "Set zero_stage to 2 or 3."
+            f"data_parallel_shard_size={shard} with zero_stage=0.",
+            "Nothing is sharded at stage 0.",
+            "Set zero_stage to 2 or 3.",
         )
     if shard != "auto" and dp != "auto" and int(dp) % int(shard):
         raise ConfigError(
@@ -258,11 +266,15 @@ def _check_tensor(c: HybridConfig) -> None:
     plan = c.tensor_parallel_plan
     if plan != "auto" and not (isinstance(plan, Mapping) and plan):
         raise ConfigError(
-            f"tensor_parallel_plan={plan!r}.", "A plan is 'auto' or a mapping of module glob to style.", "See docs/tensor_parallel.md."
+            f"tensor_parallel_plan={plan!r}.",
+            "A plan is 'auto' or a mapping of module glob to style.",
+            "See docs/tensor_parallel.md.",
         )
     if plan != "auto" and c.tensor_parallel_size == 1:
         raise ConfigError(
-            "tensor_parallel_plan with tensor_parallel_size=1.", "The plan would be ignored.", "Set tensor_parallel_size above 1."
+            "tensor_parallel_plan with tensor_parallel_size=1.",
+            "The plan would be ignored.",
+            "Set tensor_parallel_size above 1.",
         )
     if c.qkv_split not in ("column", "heads"):
         raise ConfigError(f"qkv_split={c.qkv_split!r}.", "", "Use 'column' or 'heads'.")

@@ -1,19 +1,14 @@
-"""Where configuration values come from: arguments, files, ``ASCEND_CONFIG``, and the source documents' JSON form.
-
-An argument beats the file, the file beats the default. Unknown keys are refused wherever they come from.
-"""
+"""Configuration files, flat or in the source documents' nested JSON form. Unknown keys are refused."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ascend_core import env
-from ascend_core.config import FIELDS, HybridConfig, check_known
 from ascend_core.errors import ConfigError, nearest
 
 _PIPELINE_ALIASES = {"stage_num": "pipeline_parallel_size", "micro_batch_num": "num_microbatches"}
@@ -21,11 +16,12 @@ _TENSOR_ALIASES = {"split_num": "tensor_parallel_size", "qkv_split": "qkv_split"
 _MODES = ("hybrid",)
 
 
-def read_fields(path: str | Path) -> dict[str, Any]:
+def read_fields(path: str | Path, known: Sequence[str]) -> dict[str, Any]:
     """Read the fields that a YAML or JSON file sets.
 
     Args:
         path: A file ending in ``.json``, ``.yaml`` or ``.yml``.
+        known: The field names.
 
     Returns:
         Field name to value, only for the fields that the file names.
@@ -44,10 +40,10 @@ def read_fields(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} does not parse.", str(error), "Mend the file's syntax.") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping.", "", "Write `key: value` lines.")
-    return normalize_fields(values, where=str(path))
+    return normalize_fields(values, str(path), known)
 
 
-def normalize_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def normalize_fields(values: Mapping[str, Any], where: str, known: Sequence[str]) -> dict[str, Any]:
     """Turn user keys, flat or in the source documents' nested form, into field names.
 
     The nested form is ``{"parallel_mode": "hybrid", "pipeline_config": {"stage_num": 4, "micro_batch_num": 8},
@@ -56,6 +52,7 @@ def normalize_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     Args:
         values: The keys and values as the user wrote them.
         where: Their origin, for messages.
+        known: The field names.
 
     Returns:
         Field name to value.
@@ -76,30 +73,11 @@ def normalize_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             _merge(flat, {key: value}, where)
     nested = ("parallel_mode", "pipeline_config", "tensor_parallel")
     for key in flat:
-        if key not in FIELDS:
-            raise ConfigError(f"{where}: unknown key {key!r}.", "Unknown keys are never ignored.", nearest(str(key), FIELDS + nested))
+        if key not in known:
+            raise ConfigError(
+                f"{where}: unknown key {key!r}.", "Unknown keys are never ignored.", nearest(str(key), (*known, *nested))
+            )
     return flat
-
-
-def resolve(config: HybridConfig | Mapping[str, Any] | str | Path | None, fields: Mapping[str, Any]) -> HybridConfig:
-    """Build the configuration from everything a user may have given.
-
-    Args:
-        config: A ready configuration, a mapping, a file, or None to look at ``ASCEND_CONFIG``.
-        fields: Single fields given as arguments; they win.
-
-    Returns:
-        The checked configuration.
-    """
-    check_known(fields, "argument")
-    if isinstance(config, HybridConfig):
-        base = config.to_dict()
-    elif isinstance(config, Mapping):
-        base = normalize_fields(config, where="config")
-    else:
-        path = config if config is not None else env.read("ASCEND_CONFIG")
-        base = read_fields(str(path)) if path is not None else {}
-    return HybridConfig(**{**base, **fields})
 
 
 def _rename(section: Any, aliases: Mapping[str, str], where: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def npu_problem() -> str | None:
         importlib.import_module("torch_npu")
     except ImportError as error:
         return f"torch_npu cannot be imported ({error})"
-    except Exception as error:  # torch_npu raises many kinds when CANN is missing; the reason is passed on
+    except Exception as error:  # noqa: BLE001 - torch_npu raises many kinds when CANN is missing; the reason is passed on
         return f"torch_npu failed to load ({type(error).__name__}: {error})"
     npu = getattr(torch, "npu", None)
     if npu is None or not npu.is_available():
@@ -69,4 +69,11 @@ def pick_device_type(requested: str | None = None) -> str:
 def set_device(device: torch.device) -> None:
     """Bind this process to ``device``; a no-op on the CPU."""
     if device.type == "npu":
-        torch.npu.set_device(device)
+        torch.get_device_module(device).set_device(device)
+
+
+def current_device(device_type: str) -> torch.device:
+    """The device of a type that this process is bound to."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())

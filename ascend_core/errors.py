@@ -64,5 +64,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
         A sentence fragment such as ``did you mean 'schedule'?``.
     """
     words = sorted(known)
-    close = difflib.get_close_matches(name, words, n=1)
+    by_lower = {w.lower(): w for w in words}
+    close = [by_lower[w] for w in difflib.get_close_matches(name.lower(), list(by_lower), n=1)]
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(words)}"

@@ -49,12 +49,12 @@ class NPUAcceleratorMixin:
         core_device.set_device(device)
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Memory statistics of an NPU, in bytes; see ``torch.npu.memory_stats``."""
-        return dict(torch.npu.memory_stats(device))
+        """Memory statistics of an NPU, in bytes; see ``torch.get_device_module("npu").memory_stats``."""
+        return dict(torch.get_device_module("npu").memory_stats(device))
 
     def teardown(self) -> None:
         """Free cached NPU memory."""
-        torch.npu.empty_cache()
+        torch.get_device_module("npu").empty_cache()
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
@@ -72,10 +72,7 @@ class NPUAcceleratorMixin:
         count = NPUAcceleratorMixin.auto_device_count()
         if isinstance(devices, str):
             text = devices.strip()
-            if "," in text:
-                devices = [int(d) for d in text.split(",") if d.strip()]
-            else:
-                devices = int(text)
+            devices = [int(d) for d in text.split(",") if d.strip()] if "," in text else int(text)
         indices = list(range(count if devices == -1 else devices)) if isinstance(devices, int) else list(devices)
         wrong = [i for i in indices if not 0 <= i < count]
         if wrong or len(set(indices)) != len(indices) or not indices:
@@ -95,7 +92,7 @@ class NPUAcceleratorMixin:
     @staticmethod
     def auto_device_count() -> int:
         """Number of visible NPUs."""
-        return int(torch.npu.device_count()) if core_device.npu_problem() is None else 0
+        return int(torch.get_device_module("npu").device_count()) if core_device.npu_problem() is None else 0
 
     @staticmethod
     def is_available() -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
+from ascend_core._shim import pytree
 from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
 

@@ -78,7 +78,13 @@ class StepLogs:
 def _combine(values: torch.Tensor, reduce_fx: str | Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     if callable(reduce_fx):
         return reduce_fx(values)
-    reductions = {"mean": values.mean, "avg": values.mean, "sum": values.sum, "max": values.max, "min": values.min}
+    reductions: dict[str, Callable[[], torch.Tensor]] = {
+        "mean": values.mean,
+        "avg": values.mean,
+        "sum": values.sum,
+        "max": values.max,
+        "min": values.min,
+    }
     return reductions[reduce_fx.lower()]()
 
 

@@ -14,7 +14,7 @@ class StateMixin:
     """Gathers whole state dicts on global rank 0 and cuts them up again on load."""
 
     parallel: ParallelModel | None
-    _is_plain: bool
+    _is_plain: Any
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

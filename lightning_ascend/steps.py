@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ascend_core.config import HybridConfig
-from ascend_core.mesh import HybridMesh, Layout
+from ascend_core.mesh import HybridMesh
 from ascend_core.parallel import ParallelModel
 from ascend_core.parallel.model import GradientStash
 from lightning_ascend import data
@@ -27,7 +27,7 @@ class StepMixin:
     config: HybridConfig
     mesh: HybridMesh | None
     parallel: ParallelModel | None
-    layout: Layout
+    layout: Any
     _stash: GradientStash | None = None
     _blocked = False
     _checked_batch = False

@@ -1,32 +1,27 @@
-"""The hybrid strategy, free of any Lightning namespace: environment, set-up, and the hooks Lightning calls.
+"""The hybrid strategy, free of any Lightning namespace: its arguments, and setting up model and optimizers.
 
-What happens inside a step is in :mod:`lightning_ascend.steps`. The thin classes per namespace put this mixin in front
-of that namespace's ``DDPStrategy``.
+Processes and data are in :mod:`lightning_ascend.environment`, steps in :mod:`lightning_ascend.steps`. The thin classes
+per namespace put this mixin in front of that namespace's ``DDPStrategy``.
 """
 
 from __future__ import annotations
 
-import atexit
 import importlib
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from ascend_core.config import HybridConfig
-from ascend_core.config_file import resolve
-from ascend_core.device import BACKENDS
+from ascend_core.config import HybridConfig, resolve
 from ascend_core.errors import ModelError
-from ascend_core.mesh import HybridMesh, Layout, build_mesh
+from ascend_core.mesh import HybridMesh, Layout
 from ascend_core.parallel import ParallelModel, parallelize
-from lightning_ascend import checks, data
-from lightning_ascend._lightning import uses_distributed_sampler
+from lightning_ascend import checks
+from lightning_ascend.environment import EnvironmentMixin
 from lightning_ascend.reduce import ReduceMixin
 from lightning_ascend.state import StateMixin
 from lightning_ascend.steps import StepMixin
@@ -34,7 +29,7 @@ from lightning_ascend.steps import StepMixin
 _MARK = "_ascend_spread_by"
 
 
-class HybridStrategyMixin(StepMixin, ReduceMixin, StateMixin):
+class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
     """Trains a LightningModule with pipeline x tensor x data parallel, its code unchanged.
 
     Args:
@@ -137,83 +132,6 @@ class HybridStrategyMixin(StepMixin, ReduceMixin, StateMixin):
             timeout=timeout,
         )
 
-    @property
-    def _namespace(self) -> str:
-        """``lightning.pytorch`` or ``pytorch_lightning``."""
-        base = next(c for c in type(self).__mro__ if c.__name__ == "DDPStrategy")
-        return base.__module__.partition(".strategies")[0]
-
-    @property
-    def layout(self) -> Layout:
-        """Axis sizes, once the processes have met."""
-        assert self.mesh is not None
-        return self.mesh.layout
-
-    # ---- environment
-
-    def _configure_launcher(self) -> None:
-        """Let the launcher check everything that one process can know, before it starts the others."""
-        super()._configure_launcher()  # type: ignore[misc]
-        launcher: Any = self._launcher  # type: ignore[has-type]
-        launch = launcher.launch
-
-        def checked_launch(function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-            self._check(trainer)
-            return launch(function, *args, trainer=trainer, **kwargs)
-
-        launcher.launch = checked_launch
-
-    def _check(self, trainer: Any) -> None:
-        world_size = self.num_nodes * self.num_processes  # type: ignore[attr-defined]
-        checks.check_precision(str(self.precision_plugin.precision))  # type: ignore[attr-defined]
-        module = self.lightning_module  # type: ignore[attr-defined]
-        if module is not None and not self._is_spread(module):
-            self._planned = checks.check_module(module, self.config, world_size, self.pipeline_module)
-            if trainer is not None:
-                checks.check_trainer(trainer, self._planned, self._layer_sync)  # type: ignore[attr-defined]
-
-    def _get_process_group_backend(self) -> str:
-        given: str | None = self._process_group_backend  # type: ignore[attr-defined]
-        return given or BACKENDS[self.root_device.type]  # type: ignore[attr-defined]
-
-    def setup_environment(self) -> None:
-        """Start the process group and build the mesh."""
-        super().setup_environment()  # type: ignore[misc]
-        device = self.root_device  # type: ignore[attr-defined]
-        if device.type != "cpu":
-            atexit.register(_destroy_process_group)
-        self._use_autocast_of(device)
-        if self.mesh is None:
-            layout = self._planned
-            config = self.config.to_dict()
-            if layout is not None:
-                config["pipeline_parallel_size"] = layout.pp
-            self.mesh = build_mesh(
-                HybridConfig(**config), device.type, devices_per_node=self.num_processes  # type: ignore[attr-defined]
-            )
-            self._agree_on_seed()
-            rank_zero = importlib.import_module(f"{self._namespace}.utilities.rank_zero")
-            backend = "HCCL" if device.type == "npu" else "gloo, on the CPU"
-            rank_zero.rank_zero_info(f"{self.strategy_name}: {self.mesh.layout} over {backend}")
-
-    def _use_autocast_of(self, device: torch.device) -> None:
-        """Lightning builds mixed precision for cuda when it does not know the device; autocast would be off."""
-        plugin = self.precision_plugin  # type: ignore[has-type]
-        if getattr(plugin, "device", device.type) != device.type:
-            self.precision_plugin = type(plugin)(precision=plugin.precision, device=device.type)
-
-    def _agree_on_seed(self) -> None:
-        """Without ``seed_everything`` each process has its own seed, and samplers of a replica would disagree."""
-        assert self.mesh is not None
-        if self.layout.pp == 1 and self.layout.tp == 1:
-            return
-        seed = [torch.initial_seed() % 2**32]
-        dist.broadcast_object_list(seed, src=0)
-        if seed[0] != torch.initial_seed() % 2**32:
-            torch.manual_seed(seed[0])
-            random.seed(seed[0])
-            np.random.seed(seed[0])
-
     # ---- model and optimizers
 
     def setup(self, trainer: Any) -> None:
@@ -272,7 +190,7 @@ class HybridStrategyMixin(StepMixin, ReduceMixin, StateMixin):
             for optimizer in self.optimizers:  # type: ignore[attr-defined]
                 assert self.parallel is not None
                 self.parallel.check_optimizer(optimizer)
-        except Exception as caught:  # raised again below, once every rank knows
+        except Exception as caught:  # noqa: BLE001 - raised again below, once every rank knows
             error = caught
         everyone: list[Any] = [None] * self.layout.world_size
         dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}")
@@ -310,38 +228,6 @@ class HybridStrategyMixin(StepMixin, ReduceMixin, StateMixin):
         with self.precision_plugin.tensor_init_context():
             yield
 
-    # ---- data
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Ranks of one replica read the same samples."""
-        if self.mesh is None:
-            return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}  # type: ignore[attr-defined]
-        return {"num_replicas": self.layout.dp, "rank": self.mesh.rank("dp")}
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Deal iterable datasets and seed workers by replica, when pipeline or tensor parallel is on."""
-        assert self.mesh is not None
-        if self.layout.pp == 1 and self.layout.tp == 1:
-            return dataloader
-        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
-        if uses_distributed_sampler(trainer) and data.deal_iterable(dataloader, self.mesh):
-            rank_zero = importlib.import_module(f"{self._namespace}.utilities.rank_zero")
-            rank_zero.rank_zero_info(
-                f"{self.strategy_name}: samples of the iterable dataset are dealt to {self.layout.dp} replicas in turn; "
-                "use_distributed_sampler=False leaves them alone."
-            )
-        from ascend_core import env
-
-        if env.read("PL_SEED_WORKERS"):
-            seed = importlib.import_module(f"{self._fabric_namespace}.utilities.seed")
-            data.seed_workers_by_replica(dataloader, seed.pl_worker_init_function, self.mesh)
-        return dataloader
-
-    @property
-    def _fabric_namespace(self) -> str:
-        return {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}[self._namespace]
-
     def teardown(self) -> None:
         """Keep a split model where it is: moving parts of it to the CPU would leave it useless."""
         if self.parallel is None or self._is_plain:
@@ -355,8 +241,3 @@ class HybridStrategyMixin(StepMixin, ReduceMixin, StateMixin):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: :mod:`lightning_ascend._boot` registers the name."""
-
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

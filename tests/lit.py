@@ -77,7 +77,9 @@ def loaders(ranks: int, rank: int, size: int = 16) -> tuple[DataLoader, DataLoad
     return loader(0, BATCHES), loader(500, VAL_BATCHES)
 
 
-def fit(namespace: str, folder: str, strategy: dict[str, Any] | None, model: dict[str, Any], **trainer_options: Any) -> dict[str, Any]:
+def fit(
+    namespace: str, folder: str, strategy: dict[str, Any] | None, model: dict[str, Any], **trainer_options: Any
+) -> dict[str, Any]:
     """Fit on this rank: with the hybrid strategy, or plainly in one process when ``strategy`` is None."""
     import os
 
@@ -95,7 +97,12 @@ def fit(namespace: str, folder: str, strategy: dict[str, Any] | None, model: dic
         devices = world
     checkpoint = callbacks.ModelCheckpoint(dirpath=folder, monitor="val_loss", filename="best", save_last=True)
     stopping = callbacks.EarlyStopping("val_loss", patience=5)
-    options = {"max_epochs": EPOCHS, "accumulate_grad_batches": tiny.ACCUMULATE, "gradient_clip_val": tiny.CLIP, **trainer_options}
+    options = {
+        "max_epochs": EPOCHS,
+        "accumulate_grad_batches": tiny.ACCUMULATE,
+        "gradient_clip_val": tiny.CLIP,
+        **trainer_options,
+    }
     trainer = pl.Trainer(
         accelerator="cpu", devices=devices, strategy=chosen, callbacks=[checkpoint, stopping], logger=False,
         enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, use_distributed_sampler=False, **options,

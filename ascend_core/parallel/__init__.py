@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ascend_core.config import HybridConfig
+from ascend_core.device import current_device
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.apply import apply
 from ascend_core.parallel.model import ParallelModel
@@ -53,9 +54,6 @@ def parallelize(
         >>> loss = model.train_step(x, y); model.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
     """
     if device is None:
-        index = torch.npu.current_device() if mesh.device_type == "npu" else None
-        device = torch.device(mesh.device_type, index)
-    applied = apply(
-        model, config, mesh, device, pipeline_module=pipeline_module, root_is_boundary=root_is_boundary
-    )
+        device = current_device(mesh.device_type)
+    applied = apply(model, config, mesh, device, pipeline_module=pipeline_module, root_is_boundary=root_is_boundary)
     return ParallelModel(model, config, mesh, device, applied, loss_fn)

@@ -148,9 +148,8 @@ def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Places that share one parameter, for every shared parameter."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                places.setdefault(id(p), []).append((module, name))
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(p), []).append((module, name))
     return [spots for spots in places.values() if len(spots) > 1]
 
 
@@ -159,7 +158,7 @@ def _tie_again(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> Non
     from torch.distributed.tensor import DTensor
 
     for spots in tied:
-        values = [module._parameters[name] for module, name in spots]
+        values = [getattr(module, name) for module, name in spots]
         if all(v is values[0] for v in values):
             continue
         placements = {v.placements if isinstance(v, DTensor) else None for v in values}
@@ -172,4 +171,4 @@ def _tie_again(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> Non
                 "Give both modules matching styles ('embedding' with 'colwise_gather'), or leave both out of the plan.",
             )
         for module, name in spots[1:]:
-            module._parameters[name] = values[0]
+            setattr(module, name, values[0])

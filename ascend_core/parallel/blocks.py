@@ -129,11 +129,11 @@ def hollow(module: nn.Module, keep: set[int] = frozenset()) -> None:  # type: ig
         keep: ``id()`` of parameters that something else on this rank still uses (tied weights).
     """
     for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None and id(parameter) not in keep:
-                child._parameters[name] = None
-        for name in child._buffers:
-            child._buffers[name] = None
+        for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in keep:
+                setattr(child, name, None)
+        for name, _ in list(child.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(child, name, None)
 
 
 def prune(root: nn.Module, blocks: BlockList, local: set[int], is_first: bool, is_last: bool) -> None:
@@ -165,9 +165,7 @@ def prune(root: nn.Module, blocks: BlockList, local: set[int], is_first: bool, i
             drop += stubs
     gone = {id(p) for m in drop for p in m.parameters()}
     dropped_modules = {id(c) for m in drop for c in m.modules()}
-    kept_elsewhere = {
-        id(p) for m in root.modules() if id(m) not in dropped_modules for p in m._parameters.values() if p is not None
-    }
+    kept_elsewhere = {id(p) for m in root.modules() if id(m) not in dropped_modules for p in m.parameters(recurse=False)}
     for module in drop:
         hollow(module, keep=kept_elsewhere & gone)
     for stub in stubs:

@@ -114,6 +114,10 @@ class GradientReducer:
     def _store(p: nn.Parameter, value: torch.Tensor) -> None:
         if p.grad is None:
             value = value.clone()
-            p.grad = DTensor.from_local(value, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()) if isinstance(p, DTensor) else value
+            p.grad = (
+                DTensor.from_local(value, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+                if isinstance(p, DTensor)
+                else value
+            )
         else:
             local(p.grad).copy_(value)

@@ -18,7 +18,7 @@ from ascend_core.errors import ModelError
 PARTS = ("q", "k", "v")
 
 
-def _part(weight: torch.Tensor, bias: torch.Tensor | None, like: nn.Parameter) -> nn.Linear:
+def _part(weight: torch.Tensor, bias: torch.Tensor | None, like: torch.Tensor) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=like.requires_grad)
     if bias is not None:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ascend_core import _shim
+from ascend_core._shim import pytree
 from ascend_core.errors import ModelError
 from ascend_core.parallel.blocks import BlockList
 from ascend_core.parallel.rng import StepRng
@@ -131,7 +131,9 @@ class BlockGates:
             return self._chain(index, call, args, kwargs)
         return self._in_stage(self.run, index, call, args, kwargs)
 
-    def _in_stage(self, run: StageRun, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_stage(
+        self, run: StageRun, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._check_order(index, run.expected)
         run.expected = index + 1
         if index == run.end:

@@ -138,7 +138,9 @@ def total_norm(
     return total if infinite else total.pow(1.0 / norm_type)
 
 
-def _reduce_slots(vector: torch.Tensor, slots: list[int], mesh: HybridMesh, axis: str, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+def _reduce_slots(
+    vector: torch.Tensor, slots: list[int], mesh: HybridMesh, axis: str, op: dist.ReduceOp.RedOpType
+) -> torch.Tensor:
     if mesh.size(axis) == 1:
         return vector
     part = vector[slots].contiguous()

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from ascend_core._shim import pytree
 from ascend_core.config import MULTI_STAGE_SCHEDULES, HybridConfig
 from ascend_core.errors import AscendError, ModelError, PeerError
 from ascend_core.parallel.gates import BlockGates
@@ -106,12 +107,13 @@ class PipelineRunner:
 
     # ---- one microbatch on one stage; called by torch's schedule
 
-    def _forward(self, stage: int, received: torch.Tensor | None, number: int, meta: torch.Tensor) -> torch.Tensor:
+    def run_microbatch(self, stage: int, received: torch.Tensor | None, number: int, meta: torch.Tensor) -> torch.Tensor:
+        """Run microbatch ``number``; on an error remember it and return zeros shaped like ``meta``."""
         step = self._step
         assert step is not None
         try:
             output = self._run(stage, received, number)
-        except Exception as error:  # kept for _agree, so that the neighbours are not left waiting
+        except Exception as error:  # noqa: BLE001 - kept for _agree, so that the neighbours are not left waiting
             step.errors.append(error)
             output = torch.zeros(meta.shape, dtype=meta.dtype, device=self.device, requires_grad=True)
             return output if received is None else output + 0 * received.detach().nan_to_num().sum().to(meta.dtype)
@@ -131,7 +133,8 @@ class PipelineRunner:
             return _checked_loss(output, step.check_nan)
         return output  # type: ignore[no-any-return]
 
-    def _record(self, error: BaseException) -> None:
+    def record(self, error: BaseException) -> None:
+        """Remember an error for the end of the step."""
         assert self._step is not None
         self._step.errors.append(error)
 
@@ -207,7 +210,7 @@ class PipelineRunner:
         try:
             with torch.no_grad():
                 output = self._run(stage, received, 0)
-        except Exception as error:  # sent to every rank of the pipeline, which raise it together
+        except Exception as error:  # noqa: BLE001 - sent to every rank of the pipeline, which raise it together
             return _portable(error)
         finally:
             with torch.no_grad():
@@ -224,7 +227,7 @@ class _StageModule(nn.Module):
 
     def __init__(self, runner: PipelineRunner, stage: int, meta: torch.Tensor) -> None:
         super().__init__()
-        self._call = lambda received, number: runner._forward(stage, received, number, meta)
+        self._call = lambda received, number: runner.run_microbatch(stage, received, number, meta)
 
     def forward(self, received: torch.Tensor | None = None, *, mb: torch.Tensor) -> torch.Tensor:
         """Run microbatch ``mb`` (an int64 tensor of one element)."""
@@ -245,16 +248,22 @@ class _Stage(PipelineStage):
         group: dist.ProcessGroup,
     ) -> None:
         super().__init__(
-            _StageModule(runner, stage, output), stage, num_stages, device, input_args=inputs, output_args=(output,), group=group
+            _StageModule(runner, stage, output),
+            stage,
+            num_stages,
+            device,
+            input_args=inputs,
+            output_args=(output,),
+            group=group,
         )
-        self._record = runner._record
+        self.record = runner.record
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         """Run torch's backward; on an error send zeros on and remember it."""
         try:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
-        except Exception as error:  # kept for _agree, so that the neighbours are not left waiting
-            self._record(error)
+        except Exception as error:  # noqa: BLE001 - kept for _agree, so that the neighbours are not left waiting
+            self.record(error)
             return tuple(None for _ in bwd_kwargs["input_values"]), None
 
 
@@ -297,5 +306,5 @@ def _portable(error: BaseException) -> Exception:
 
 def _shapes(batch: Any) -> Any:
     """Shapes and dtypes of all tensors of a microbatch, as a hashable key."""
-    leaves = torch.utils._pytree.tree_leaves(batch)
+    leaves = pytree.tree_leaves(batch)
     return tuple((tuple(t.shape), t.dtype) for t in leaves if isinstance(t, torch.Tensor))

@@ -12,6 +12,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class StepRng:
         self.base_seed, self.dp_rank, self.device = base_seed, dp_rank, device
         self.step = 0
         self._stage = self._microbatch = 0
-        self._user_state: object = None
+        self._user_state: tuple[Any, ...] = ()
 
     @classmethod
     def for_mesh(cls, mesh: HybridMesh, device: torch.device) -> StepRng:
@@ -70,12 +71,12 @@ class StepRng:
         random.seed(seed)
         np.random.seed(seed % 2**32)
 
-    def _states(self) -> tuple[object, ...]:
+    def _states(self) -> tuple[Any, ...]:
         device = None if self.device.type == "cpu" else torch.get_device_module(self.device).get_rng_state()
         return (torch.get_rng_state(), device, random.getstate(), np.random.get_state())
 
-    def _set(self, states: object) -> None:
-        cpu, device, python, numpy = states  # type: ignore[misc]
+    def _set(self, states: tuple[Any, ...]) -> None:
+        cpu, device, python, numpy = states
         torch.set_rng_state(cpu)
         if device is not None:
             torch.get_device_module(self.device).set_rng_state(device)

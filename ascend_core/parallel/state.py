@@ -72,8 +72,8 @@ def reshard(root: nn.Module) -> None:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the whole tensor on the CPU. Communication: an all-gather for DTensors; all ranks of its mesh must call."""
-    whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    return whole.to("cpu", copy=True)
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to("cpu", copy=True)
 
 
 def gather_model(root: nn.Module, names: Names, mesh: HybridMesh) -> dict[str, torch.Tensor]:
@@ -142,7 +142,9 @@ def place_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if not isinstance(target, DTensor):
         return value.to(target.device)
     device = target.to_local().device
-    return distribute_tensor(value.to(device=device, dtype=target.dtype), target.device_mesh, target.placements, src_data_rank=None)
+    return distribute_tensor(
+        value.to(device=device, dtype=target.dtype), target.device_mesh, target.placements, src_data_rank=None
+    )
 
 
 def gather_optimizer(
@@ -179,7 +181,11 @@ def gather_optimizer(
                 state.setdefault(name, {})[key] = value
         originals = list(dict.fromkeys(names.original(n) for n in local))
         groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": originals})
-    merged = _gather_stages({"state": state, "param_groups": groups}, mesh) if mesh.size("pp") == 1 else _merge_stages(state, groups, mesh)
+    merged = (
+        _gather_stages({"state": state, "param_groups": groups}, mesh)
+        if mesh.size("pp") == 1
+        else _merge_stages(state, groups, mesh)
+    )
     if dist.get_rank() != 0:
         return {"state": {}, "param_groups": []}
     for group in merged["param_groups"]:

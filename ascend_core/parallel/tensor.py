@@ -46,15 +46,21 @@ def expand_plan(root: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     expanded: dict[str, Any] = {}
     for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle) and style not in STYLES:
-            raise ConfigError(f"tensor_parallel_plan: unknown style {style!r} for {pattern!r}.", "", nearest(str(style), STYLES))
+            raise ConfigError(
+                f"tensor_parallel_plan: unknown style {style!r} for {pattern!r}.", "", nearest(str(style), STYLES)
+            )
         matched = [n for n in names if fnmatch.fnmatchcase(n, pattern)]
         if not matched:
             raise ConfigError(
-                f"tensor_parallel_plan: {pattern!r} matches no module.", "A plan entry without effect is a mistake.", nearest(pattern, names)
+                f"tensor_parallel_plan: {pattern!r} matches no module.",
+                "A plan entry without effect is a mistake.",
+                nearest(pattern, names),
             )
         for name in matched:
             if expanded.setdefault(name, style) != style:
-                raise ConfigError(f"tensor_parallel_plan: {name!r} gets both {expanded[name]!r} and {style!r}.", "", "Keep one.")
+                raise ConfigError(
+                    f"tensor_parallel_plan: {name!r} gets both {expanded[name]!r} and {style!r}.", "", "Keep one."
+                )
     return expanded
 
 
@@ -74,7 +80,7 @@ def apply_tensor_parallel(root: nn.Module, plan: Mapping[str, Any], mesh: Device
     """
     for name, style in plan.items():
         module = root.get_submodule(name)
-        if module._parameters and all(p is None for p in module.parameters()):
+        if isinstance(style, str) and not any(True for _ in module.parameters()):
             continue  # hollowed out: it lives on another stage
         for target, torch_style in _torch_styles(root, name, module, style, mesh).items():
             parallelize_module(root.get_submodule(target), mesh, torch_style)

@@ -18,15 +18,21 @@ from torch import nn
 
 from ascend_core.errors import ConfigError
 
-_COLUMNS = (
-    ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"), ("query", "key", "value"), ("to_q", "to_k", "to_v"), ("q", "k", "v"),
-    ("gate_proj", "up_proj"), ("w1", "w3"), ("up_proj",), ("up",), ("c_fc",), ("fc1",), ("fc_in",), ("linear1",), ("wi",), ("dense_h_to_4h",),
-)  # fmt: skip
+_COLUMNS = tuple(
+    tuple(names.split())
+    for names in (
+        "q_proj k_proj v_proj",
+        "wq wk wv",
+        "query key value",
+        "to_q to_k to_v",
+        "q k v",
+        "gate_proj up_proj",
+        "w1 w3",
+        *"up_proj up c_fc fc1 fc_in linear1 wi dense_h_to_4h".split(),
+    )
+)
 _FUSED = ("qkv", "c_attn", "wqkv", "Wqkv", "query_key_value", "qkv_proj", "in_proj")
-_ROWS = (
-    "o_proj", "out_proj", "wo", "c_proj", "proj", "to_out", "dense", "o", "out", "down_proj", "down", "w2", "fc2", "fc_out", "linear2",
-    "dense_4h_to_h",
-)  # fmt: skip
+_ROWS = tuple("o_proj out_proj wo c_proj proj to_out dense o out down_proj down w2 fc2 fc_out linear2 dense_4h_to_h".split())
 _HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "num_key_value_heads", "n_kv_heads")
 
 
@@ -134,7 +140,7 @@ def _candidates(block: nn.Module) -> Iterator[Candidate]:
             yield Candidate(parent_name, columns, row, fused=False)
 
 
-class _Seen(Exception):
+class _SeenError(Exception):
     """Carries the row projection's input out of a dry run."""
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -152,11 +158,9 @@ def _split_works(block: nn.Module, candidate: Candidate, tp_size: int) -> bool:
         return False
     if any(True for _ in parent.parameters(recurse=False)):
         return False  # a bare parameter between the projections would get a partial gradient
-    first = next(c for c in columns)
-    width = int(first.in_features)  # type: ignore[arg-type]
+    weight: Any = columns[0].weight
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 6, width, generator=generator, dtype=first.weight.dtype if first.weight.is_floating_point() else None)  # type: ignore[union-attr, arg-type]
-    x = x.to(first.weight.device)  # type: ignore[arg-type]
+    x = torch.randn(2, 6, weight.shape[1], generator=generator).to(weight)
     outputs = [torch.randn(2, 6, int(c.out_features), generator=generator).to(x) for c in columns]  # type: ignore[arg-type]
     counts = {n: v for n in _HEAD_COUNTS if isinstance(v := getattr(parent, n, None), int)}
     whole = _row_input(block, parent, columns, row, x, outputs)
@@ -196,7 +200,7 @@ def _row_input(
         return hook
 
     def stop(module: nn.Module, args: Any) -> None:
-        raise _Seen(args[0])
+        raise _SeenError(args[0])
 
     def watch(module: nn.Module, args: Any) -> None:
         if started[0] and any(True for _ in module.parameters(recurse=False)):
@@ -211,9 +215,9 @@ def _row_input(
     try:
         with torch.no_grad():
             block(x)
-    except _Seen as seen:
+    except _SeenError as seen:
         return None if between else seen.value
-    except Exception:  # any failure of the dry run means: not proven, so the split is not used
+    except Exception:  # noqa: BLE001 - any failure of the dry run means: not proven, so the split is not used
         return None
     finally:
         for hook in hooks:

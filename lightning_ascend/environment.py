@@ -1,0 +1,143 @@
+"""The hybrid strategy's processes: checks before launch, process group, mesh, seeds, and who reads which data."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ascend_core import env
+from ascend_core.config import HybridConfig
+from ascend_core.device import BACKENDS
+from ascend_core.mesh import HybridMesh, Layout, build_mesh
+from lightning_ascend import checks, data
+from lightning_ascend._lightning import uses_distributed_sampler
+
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+class EnvironmentMixin:
+    """Starts the ranks and tells each what it reads."""
+
+    config: HybridConfig
+    mesh: HybridMesh | None
+    pipeline_module: str
+    strategy_name: str
+    _planned: Layout | None
+    precision_plugin: Any
+
+    @property
+    def _namespace(self) -> str:
+        """``lightning.pytorch`` or ``pytorch_lightning``."""
+        base = next(c for c in type(self).__mro__ if c.__name__ == "DDPStrategy")
+        return base.__module__.partition(".strategies")[0]
+
+    @property
+    def layout(self) -> Layout:
+        """Axis sizes, once the processes have met."""
+        assert self.mesh is not None
+        return self.mesh.layout
+
+    def _info(self, text: str) -> None:
+        rank_zero = importlib.import_module(f"{self._namespace}.utilities.rank_zero")
+        rank_zero.rank_zero_info(f"{self.strategy_name}: {text}")
+
+    # ---- before and at the start
+
+    def _configure_launcher(self) -> None:
+        """Let the launcher check everything that one process can know, before it starts the others."""
+        super()._configure_launcher()  # type: ignore[misc]
+        launcher: Any = self._launcher  # type: ignore[attr-defined]
+        launch = launcher.launch
+
+        def checked_launch(function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            self._check(trainer)
+            return launch(function, *args, trainer=trainer, **kwargs)
+
+        launcher.launch = checked_launch
+
+    def _check(self, trainer: Any) -> None:
+        world_size = self.num_nodes * self.num_processes  # type: ignore[attr-defined]
+        checks.check_precision(str(self.precision_plugin.precision))  # type: ignore[attr-defined]
+        module = self.lightning_module  # type: ignore[attr-defined]
+        if module is not None and not self._is_spread(module):  # type: ignore[attr-defined]
+            self._planned = checks.check_module(module, self.config, world_size, self.pipeline_module)
+            if trainer is not None:
+                checks.check_trainer(trainer, self._planned, self._layer_sync)  # type: ignore[attr-defined]
+
+    def _get_process_group_backend(self) -> str:
+        given: str | None = self._process_group_backend  # type: ignore[attr-defined]
+        return given or BACKENDS[self.root_device.type]  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        """Start the process group and build the mesh."""
+        super().setup_environment()  # type: ignore[misc]
+        device = self.root_device  # type: ignore[attr-defined]
+        if device.type != "cpu":
+            atexit.register(_destroy_process_group)
+        self._use_autocast_of(device)
+        if self.mesh is None:
+            layout = self._planned
+            config = self.config.to_dict()
+            if layout is not None:
+                config["pipeline_parallel_size"] = layout.pp
+            self.mesh = build_mesh(
+                HybridConfig(**config),
+                device.type,
+                devices_per_node=self.num_processes,  # type: ignore[attr-defined]
+            )
+            self._agree_on_seed()
+            self._info(f"{self.mesh.layout} over {'HCCL' if device.type == 'npu' else 'gloo, on the CPU'}")
+
+    def _use_autocast_of(self, device: torch.device) -> None:
+        """Lightning builds mixed precision for cuda when it does not know the device; autocast would be off."""
+        plugin = self.precision_plugin  # type: ignore[has-type]
+        if getattr(plugin, "device", device.type) != device.type:
+            self.precision_plugin = type(plugin)(precision=plugin.precision, device=device.type)
+
+    def _agree_on_seed(self) -> None:
+        """Without ``seed_everything`` each process has its own seed, and samplers of a replica would disagree."""
+        assert self.mesh is not None
+        if self.layout.pp == 1 and self.layout.tp == 1:
+            return
+        seed = [torch.initial_seed() % 2**32]
+        dist.broadcast_object_list(seed, src=0)
+        if seed[0] != torch.initial_seed() % 2**32:
+            torch.manual_seed(seed[0])
+            random.seed(seed[0])
+            np.random.seed(seed[0])
+
+    # ---- data
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Ranks of one replica read the same samples."""
+        if self.mesh is None:
+            return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}  # type: ignore[attr-defined]
+        return {"num_replicas": self.layout.dp, "rank": self.mesh.rank("dp")}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Deal iterable datasets and seed workers by replica, when pipeline or tensor parallel is on."""
+        assert self.mesh is not None
+        if self.layout.pp == 1 and self.layout.tp == 1:
+            return dataloader
+        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        if uses_distributed_sampler(trainer) and data.deal_iterable(dataloader, self.mesh):
+            self._info(
+                f"samples of the iterable dataset are dealt to {self.layout.dp} replicas in turn; "
+                "use_distributed_sampler=False leaves them alone."
+            )
+        if env.read("PL_SEED_WORKERS"):
+            seed = importlib.import_module(f"{_FABRIC[self._namespace]}.utilities.seed")
+            data.seed_workers_by_replica(dataloader, seed.pl_worker_init_function, self.mesh)
+        return dataloader
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
