@@ -163,13 +163,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", default="auto")
     parser.add_argument("--strategy", default="ascend_hybrid")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=16, help="of all replicas together")
-    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=64, help="of all replicas together")
+    parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dim", type=int, default=160)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--samples", type=int, default=120, help="characters per generated sample; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("out/gpt"), help="folder for the checkpoint and losses.json")
     return parser.parse_args()
@@ -194,7 +194,7 @@ def main() -> None:
         devices=args.devices,
         strategy=args.strategy,
         max_steps=args.steps,
-        val_check_interval=max(1, args.steps // 4),
+        val_check_interval=max(1, args.steps // 2),
         check_val_every_n_epoch=None,
         limit_val_batches=8,
         gradient_clip_val=1.0,
