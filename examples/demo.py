@@ -48,7 +48,9 @@ def main() -> int:
     for step in sorted({*range(0, AGREE_STEPS, 2), AGREE_STEPS - 1, *range(AGREE_STEPS, len(pairs), 20), len(pairs) - 1}):
         a, b = pairs[step]
         table.add_row(str(step + 1), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
-    table.add_row("validation", f"{one['val_loss']:.6f}", f"{hybrid['val_loss']:.6f}", f"{abs(one['val_loss'] - hybrid['val_loss']):.1e}")
+    table.add_row(
+        "validation", f"{one['val_loss']:.6f}", f"{hybrid['val_loss']:.6f}", f"{abs(one['val_loss'] - hybrid['val_loss']):.1e}"
+    )
     console.print(table)
     for sample in hybrid["samples"]:
         console.print(sample, markup=False, highlight=False)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-from pathlib import Path
 from typing import Any
 
 import tiny
@@ -78,7 +76,12 @@ def loaders(ranks: int, rank: int, size: int = 16) -> tuple[DataLoader, DataLoad
 
 
 def fit(
-    namespace: str, folder: str, strategy: dict[str, Any] | None, model: dict[str, Any], **trainer_options: Any
+    namespace: str,
+    folder: str,
+    strategy: dict[str, Any] | None,
+    model: dict[str, Any],
+    ckpt_path: str | None = None,
+    **trainer_options: Any,
 ) -> dict[str, Any]:
     """Fit on this rank: with the hybrid strategy, or plainly in one process when ``strategy`` is None."""
     import os
@@ -115,8 +118,7 @@ def fit(
         layout = resolve_layout(trainer.strategy.config, world)
         ranks = layout.dp
         rank = trainer.global_rank // layout.tp % layout.dp
-    ckpt = trainer_options.get("ckpt_path")
-    trainer.fit(lit, *loaders(ranks, rank), ckpt_path=ckpt)
+    trainer.fit(lit, *loaders(ranks, rank), ckpt_path=ckpt_path)
     metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
     return {
         "history": lit.history, "hooks": lit.hooks, "metrics": metrics, "best": checkpoint.best_model_path,
@@ -130,7 +132,3 @@ def fit_plain(namespace: str, folder: str, model: dict[str, Any], **options: Any
 
 def saved(path: str) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=False)
-
-
-def write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value))

@@ -178,7 +178,13 @@ def attempt(name: str, strategy: dict[str, Any], trainer: dict[str, Any] | None 
     module: Any = None
     try:
         chosen = AscendHybridStrategy(**strategy)
-        options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "max_steps": 2, "logger": False, **(trainer or {})}
+        options = {
+            "accelerator": "cpu",
+            "devices": int(os.environ["WORLD_SIZE"]),
+            "max_steps": 2,
+            "logger": False,
+            **(trainer or {}),
+        }
         t = pl.Trainer(
             strategy=chosen, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             use_distributed_sampler=False, **options,
@@ -186,7 +192,12 @@ def attempt(name: str, strategy: dict[str, Any], trainer: dict[str, Any] | None 
         module = globals()[name]()
         t.fit(module)
     except Exception as error:
-        return {"type": type(error).__name__, "text": str(error), "stepped": getattr(module, "stepped", 0), "s": time.monotonic() - start}
+        return {
+            "type": type(error).__name__,
+            "text": str(error),
+            "stepped": getattr(module, "stepped", 0),
+            "s": time.monotonic() - start,
+        }
     return {"type": "none", "text": "", "stepped": module.stepped, "s": time.monotonic() - start}
 
 
@@ -207,6 +218,10 @@ class OwnSampler(torch.utils.data.Sampler):
 
     def __len__(self) -> int:
         return self.size
+
+
+class OwnBatches(torch.utils.data.BatchSampler):
+    """A user's own class; torch's plain one loses its batch size in Lightning, whatever the strategy."""
 
 
 class Reader(pl.LightningModule):
@@ -233,7 +248,7 @@ class Reader(pl.LightningModule):
         if self.kind == "sampler":
             return DataLoader(ids, batch_size=2, sampler=OwnSampler(16))
         if self.kind == "batch_sampler":
-            return DataLoader(ids, batch_sampler=torch.utils.data.BatchSampler(OwnSampler(16), 2, drop_last=False))
+            return DataLoader(ids, batch_sampler=OwnBatches(OwnSampler(16), 2, drop_last=False))
         return DataLoader(ids, batch_size=2, shuffle=True)
 
 

@@ -33,7 +33,13 @@ if trainer.is_global_zero:
 def run(arguments: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if k != "ASCEND_DEVICE"}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env={**env, **environment}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -55,7 +61,9 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 LightningCLI(BoringModel, BoringDataModule, run=False, save_config_callback=None)
 """
-CLI_CHECK = CLI + "print('SEEN', LightningCLI(BoringModel, run=False, save_config_callback=None).trainer.strategy.config.to_dict())"
+CLI_CHECK = (
+    CLI + "print('SEEN', LightningCLI(BoringModel, run=False, save_config_callback=None).trainer.strategy.config.to_dict())"
+)
 
 
 @pytest.mark.parametrize("form", ["string", "class"])

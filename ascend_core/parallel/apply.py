@@ -22,7 +22,7 @@ from ascend_core.parallel.blocks import BlockList, deal, find_blocks, prune
 from ascend_core.parallel.data import shard_parameters
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.rng import StepRng
-from ascend_core.parallel.state import Names
+from ascend_core.parallel.state import Names, describe
 from ascend_core.parallel.tensor import apply_tensor_parallel, expand_plan
 from ascend_core.parallel.tp_plans import auto_plan
 
@@ -72,8 +72,7 @@ def apply(
     blocks = _blocks(model, config, mesh, pipeline_module, root_is_boundary)
     rng = StepRng.for_mesh(mesh, device)
     _refuse_meta(model)
-    full = [n for n, t in model.state_dict().items() if isinstance(t, torch.Tensor)]
-    parameters = [n for n, _ in model.named_parameters()]
+    description = describe(model)
     share_initial_values(model, device)
 
     stages = deal(blocks, mesh.size("pp") * config.num_stages_per_rank) if blocks and mesh.size("pp") > 1 else []
@@ -108,7 +107,7 @@ def apply(
                 _shim.defer_gradient_reduction(module)  # type: ignore[arg-type]
 
     gates = BlockGates(model, blocks, stages, mesh.group("pp"), rng) if stages and blocks else None
-    return Applied(gates, sharded, Names(full, parameters, model), rng)
+    return Applied(gates, sharded, Names(*description, model), rng)
 
 
 def _blocks(

@@ -18,12 +18,17 @@ from ascend_core.errors import ModelError
 PARTS = ("q", "k", "v")
 
 
-def _part(weight: torch.Tensor, bias: torch.Tensor | None, like: torch.Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
-    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=like.requires_grad)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=like.requires_grad)
-    return linear
+def _add_parts(
+    owner: nn.Module, names: Sequence[str], sizes: Sequence[int], weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Give ``owner`` one Linear per part of a fused weight; frozen stays frozen, weight and bias each for itself."""
+    biases = bias.split(list(sizes)) if bias is not None else [None] * len(sizes)
+    for name, w, b in zip(names, weight.split(list(sizes)), biases, strict=True):
+        linear = nn.Linear(w.shape[1], w.shape[0], bias=b is not None, device="meta", dtype=w.dtype)
+        linear.weight = nn.Parameter(w.detach().clone(), requires_grad=weight.requires_grad)
+        if b is not None and bias is not None:
+            linear.bias = nn.Parameter(b.detach().clone(), requires_grad=bias.requires_grad)
+        owner.add_module(name, linear)
 
 
 class FusedColumnLinear(nn.Module):
@@ -40,11 +45,8 @@ class FusedColumnLinear(nn.Module):
     def __init__(self, linear: nn.Linear, sizes: Sequence[int]) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weights = linear.weight.split(list(sizes))
-        biases = linear.bias.split(list(sizes)) if linear.bias is not None else [None] * len(weights)
         self.parts = tuple(PARTS[i] if len(sizes) == 3 else f"part{i}" for i in range(len(sizes)))
-        for name, w, b in zip(self.parts, weights, biases, strict=True):
-            self.add_module(name, _part(w, b, linear.weight))
+        _add_parts(self, self.parts, sizes, linear.weight, linear.bias)
         self.fused_parameters = {"weight": tuple(f"{p}.weight" for p in self.parts)}
         if linear.bias is not None:
             self.fused_parameters["bias"] = tuple(f"{p}.bias" for p in self.parts)
@@ -89,9 +91,7 @@ class ParallelMultiheadAttention(nn.Module):
         self.dropout, self.rank = attention.dropout, rank
         self._qkv_same_embed_dim = False  # keeps nn.TransformerEncoderLayer off its inference fast path
         self.in_proj_bias = None
-        biases = attention.in_proj_bias.chunk(3) if attention.in_proj_bias is not None else [None] * 3
-        for name, w, b in zip(PARTS, attention.in_proj_weight.chunk(3), biases, strict=True):
-            self.add_module(name, _part(w, b, attention.in_proj_weight))
+        _add_parts(self, PARTS, [self.embed_dim] * 3, attention.in_proj_weight, attention.in_proj_bias)
         self.out_proj = attention.out_proj
         self.fused_parameters = {"in_proj_weight": tuple(f"{p}.weight" for p in PARTS)}
         if attention.in_proj_bias is not None:

@@ -19,17 +19,26 @@ from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
 
 
+def describe(model: nn.Module) -> tuple[list[str], list[str], dict[str, str]]:
+    """State dict names, parameter names and ties of an unsplit model, for :class:`Names`."""
+    entries = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    first: dict[int, str] = {}
+    ties = {n: first[id(t)] for n, t in entries.items() if first.setdefault(id(t), n) != n}
+    return list(entries), [n for n, _ in model.named_parameters()], ties
+
+
 class Names:
     """Local parameter names to the unsplit model's names, in its order.
 
     Args:
         full: State dict names of the unsplit model, in order (tied names included).
         parameters: Its parameter names, in order (tied names once).
+        ties: Further names of a tied tensor to its first name.
         root: The spread model.
     """
 
-    def __init__(self, full: list[str], parameters: list[str], root: nn.Module) -> None:
-        self.full, self.parameters = full, parameters
+    def __init__(self, full: list[str], parameters: list[str], ties: Mapping[str, str], root: nn.Module) -> None:
+        self.full, self.parameters, self.ties = full, parameters, ties
         self.parts: dict[str, tuple[str, int]] = {}
         self.fused: dict[str, tuple[str, ...]] = {}
         for prefix, module in root.named_modules():
@@ -88,6 +97,7 @@ def gather_model(root: nn.Module, names: Names, mesh: HybridMesh) -> dict[str, t
     reshard(root)
     state = names.merge({n: full_tensor(t) for n, t in root.state_dict().items() if isinstance(t, torch.Tensor)})
     merged = _gather_stages(state, mesh)
+    merged.update({again: merged[first] for again, first in names.ties.items() if first in merged})  # stored once
     return {n: merged[n] for n in names.ordered(merged)} if dist.get_rank() == 0 else {}
 
 

@@ -1,0 +1,94 @@
+"""User reports as tests; each names its number in the demand log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import demands
+import lit
+import parity
+import pytest
+import tiny
+from rank_pool import RankPool
+
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_d05_accumulation_adds_up(pool: RankPool, schedule: str) -> None:
+    for seen in pool.run(2, demands.accumulated_gradients, schedule):
+        assert seen == [1.0, 2.0, 3.0]
+
+
+def test_d05_token_mean(pool: RankPool) -> None:
+    assert max(pool.run(2, demands.token_mean, True)) < 1e-6
+    assert max(pool.run(2, demands.token_mean, False)) > 1e-3, "without weights the two means differ; the test would not see it"
+
+
+def test_d07_one_norm_over_stages(pool: RankPool) -> None:
+    norms, grads = zip(*pool.run(2, demands.clipped, False), strict=True)
+    assert norms == pytest.approx((5.0, 5.0))
+    assert [g[0] for g in grads] == pytest.approx([0.6, 0.8], abs=1e-6)
+
+
+def test_d07_a_tied_weight_counts_once(pool: RankPool) -> None:
+    for norm, grads in pool.run(2, demands.clipped, True):
+        assert norm == pytest.approx(7.0)
+        assert grads == pytest.approx([1.0], abs=1e-6)
+
+
+def test_d12_eight_layers_pp2_tp2(pool: RankPool, tmp_path: Path) -> None:
+    config = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_microbatches": 4}
+    ours = pool.run(4, lit.fit, "lightning.pytorch", str(tmp_path / "a"), config, {"layers": 8}, deadline_s=120)
+    plain = pool.run(1, lit.fit_plain, "lightning.pytorch", str(tmp_path / "b"), {"layers": 8}, deadline_s=120)[0]
+    for result in ours:
+        assert len(result["history"]["loss"]) == 20
+        assert result["history"]["loss"] == pytest.approx(plain["history"]["loss"], abs=1e-5)
+        assert set(result["metrics"]) == {"train_loss", "val_loss", "val_mean"}
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
+def test_d25_tied_weights_stay_equal(pool: RankPool, world: int, replicas: int) -> None:
+    assert all(pool.run(world, parity.replicas_equal, {"pipeline_parallel_size": 2, "num_microbatches": 4}, deadline_s=60))
+
+
+def test_d25_stored_once(pool: RankPool) -> None:
+    assert pool.run(2, stored, {"pipeline_parallel_size": 2})[0] == (True, True)
+
+
+def stored(config: dict[str, Any]) -> tuple[bool, bool]:
+    state = demands.spread(tiny.build(), None, **config).state_dict()
+    tied = state and state["tok.weight"].data_ptr() == state["head.weight"].data_ptr()
+    return bool(tied), bool(state)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
+def test_d60_outputs_meet_their_labels(pool: RankPool, schedule: str) -> None:
+    assert pool.run(2, demands.index_loss, schedule) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("schedule", "size"), [("1F1B", 8), ("1F1B", 1), ("Interleaved1F1B", 8), ("GPipe", 8)])
+def test_d61_changing_lengths_and_sizes(pool: RankPool, schedule: str, size: int) -> None:
+    """Batches of 8 and 7 samples and six lengths; 7 does not divide into 4 microbatches. Losses are near 30: 1e-5 is 3 ulp."""
+    assert max(pool.run(2, demands.changing_lengths, schedule, size)) < 1e-5
+
+
+def test_d64_data_and_tensor_parallel_without_fsdp(pool: RankPool) -> None:
+    assert all(pool.run(4, parity.replicas_equal, {"tensor_parallel_size": 2}, deadline_s=60))
+
+
+def test_unused_parameters(pool: RankPool) -> None:
+    for grads in pool.run(2, demands.unused_branch):
+        assert grads == {"used": 1.0, "sometimes": 0.5, "never": None}
+
+
+def test_random_numbers_agree_over_stages(pool: RankPool) -> None:
+    """The user's noise is the same on both stages and differs by microbatch and step; dropout differs by stage."""
+    (first, first_masks, kept), (second, second_masks, kept_too) = pool.run(2, demands.random_numbers)
+    assert first == second
+    assert len(first) == 4
+    assert kept and kept_too
+    assert first_masks[-1] != second_masks[-1]
+    trained = first_masks[1:]  # the first is the dry run that measures shapes
+    assert len({tuple(m) for m in trained}) == len(trained) == 4
