@@ -106,5 +106,6 @@ def check_same_batch(batch: Any, mesh: HybridMesh) -> None:
         raise ModelError(
             f"Ranks of one replica read different batches (data-parallel ranks {bad}; this one is {mine}).",
             "Pipeline and tensor ranks of a replica work on one batch; data split by the global rank gives each another.",
-            "Leave sharding to the strategy, or split by trainer.strategy.distributed_sampler_kwargs; seed any shuffling.",
+            "Leave sharding to the strategy, or split by trainer.strategy.distributed_sampler_kwargs; "
+            "make random data and shuffling the same in all processes with seed_everything().",
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ascend_core._shim import pytree
 from ascend_core.parallel import ParallelModel
 
 
@@ -24,7 +25,7 @@ class StateMixin:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state dict on global rank 0; empty elsewhere unless the model is not split."""
         if self.parallel is None or self._is_plain:
-            return super().lightning_module_state_dict()  # type: ignore[misc]
+            return _on_cpu(super().lightning_module_state_dict())  # type: ignore[misc]
         return self.parallel.state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -39,7 +40,7 @@ class StateMixin:
         """The whole optimizer state by parameter name, on global rank 0; plain torch can load it as well."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self.parallel is None or self._is_plain:
-            return super().optimizer_state(optimizer)  # type: ignore[misc]
+            return _on_cpu(super().optimizer_state(optimizer))  # type: ignore[misc]
         return self.parallel.optimizer_state_dict(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -52,3 +53,8 @@ class StateMixin:
         optimizers: list[torch.optim.Optimizer] = self.optimizers  # type: ignore[attr-defined]
         for optimizer, state in zip(optimizers, states, strict=True):
             self.parallel.load_optimizer_state_dict(optimizer, state)
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """Tensors on an NPU cannot be loaded on a machine without one; CPU tensors are left as they are."""
+    return pytree.tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, state)

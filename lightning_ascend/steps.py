@@ -103,6 +103,24 @@ class StepMixin:
         finally:
             self._blocked = False
 
+    # ---- evaluation: replicas first agree on buffers, as they do under DDP
+
+    def on_validation_start(self) -> None:
+        """Called before validation, the sanity check included."""
+        self._share_buffers()
+
+    def on_test_start(self) -> None:
+        """Called before testing."""
+        self._share_buffers()
+
+    def on_predict_start(self) -> None:
+        """Called before predicting."""
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        if self.parallel is not None:
+            self.parallel.share_buffers()
+
     # ---- clipping; put in place of the precision plugin's own
 
     def _clip_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:

@@ -211,3 +211,72 @@ def user_plan() -> float:
             optimizer.step()
             optimizer.zero_grad()
     return gap(model, plain)
+
+
+class Buffers(nn.Module):
+    """Batch norm, a bool mask, and a buffer that is an expanded view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("positions", torch.arange(3.0)[:1].expand(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def buffers(config: dict[str, Any]) -> dict[str, Any]:
+    """Buffers before and after a step on different data, and after sharing them."""
+    torch.manual_seed(torch.distributed.get_rank())
+    module = Buffers()
+    module.mask ^= bool(torch.distributed.get_rank())
+    c = HybridConfig(**config)
+    mesh = build_mesh(c, "cpu")
+    model = parallelize(module, c, mesh, loss_fn=F.mse_loss)
+    first = {n: b.clone() for n, b in module.named_buffers()}
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(mesh.rank("dp")))
+    model.train_step(x, x)
+    model.train_step(x, x)
+    model.share_buffers()
+    counts = {int(b) for n, b in module.named_buffers() if n.endswith("num_batches_tracked")}
+    return {
+        "mask": first["mask"].tolist(),
+        "positions": first["positions"].tolist(),
+        "counts": counts,
+        "last": dict(module.named_buffers()),
+    }
+
+
+def sharded_without_blocks(empty: bool) -> float:
+    """zero_stage=3 for a model without a list of layers."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a = nn.Linear(4, 6)
+            self.b = nn.Linear(6, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x).relu())
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.w
+
+    c = HybridConfig(zero_stage=3)
+    mesh = build_mesh(c, "cpu")
+    ours, plain = (Bare(), Bare()) if empty else (Two(), Two())
+    model = parallelize(ours, c, mesh, loss_fn=F.mse_loss, root_is_boundary=False)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    F.mse_loss(plain(x), x).backward()
+    part = x.chunk(2)[mesh.rank("dp")]
+    model.train_step(part, part)
+    reference = dict(plain.named_parameters())
+    assert any(p.to_local().numel() < p.numel() for p in model.parameters() if hasattr(p, "to_local"))
+    return max(float((p.grad.full_tensor() - reference[n].grad).abs().max()) for n, p in model.named.items())

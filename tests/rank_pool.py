@@ -175,7 +175,7 @@ def _outcome(task: tuple[Any, ...]) -> tuple[Any, ...]:
         torch.manual_seed(0)
         result = getattr(importlib.import_module(module), function)(*args, **kwargs)
         return ("ok", result)
-    except BaseException as error:  # noqa: BLE001 - every failure of a rank is reported
+    except BaseException as error:  # every failure of a rank is reported
         text = "".join(traceback.format_exception(error))
         return ("error", type(error).__name__, str(error), text[-6000:])
     finally:

@@ -78,3 +78,23 @@ def test_norms_of_every_kind(pool: RankPool) -> None:
 
 def test_a_users_own_plan(pool: RankPool) -> None:
     assert max(pool.run(4, evaluations.user_plan)) < 1e-5
+
+
+@pytest.mark.parametrize("config", [{}, PP2], ids=["dp", "pp"])
+def test_buffers(pool: RankPool, config: dict[str, Any]) -> None:
+    """Rank 0's buffers everywhere at the start; one replica's statistics when shared; dry runs leave no trace in them."""
+    world = 4 if config else 2
+    results = pool.run(world, evaluations.buffers, config)
+    for result in results:
+        assert result["mask"] == [True, False]
+        assert result["positions"] == [0.0, 0.0, 0.0]
+        assert result["counts"] == ({8} if config else {2})
+    first, second = (results[0], results[1])
+    for name, value in first["last"].items():
+        assert (value == second["last"][name]).all(), name
+
+
+def test_sharding_a_model_without_blocks(pool: RankPool) -> None:
+    assert max(pool.run(2, evaluations.sharded_without_blocks, False)) < 1e-6
+    with pytest.raises(RankError, match="Bare has nothing that can be sharded"):
+        pool.run(2, evaluations.sharded_without_blocks, True)

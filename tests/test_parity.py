@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-interleaved-dp2-zero2": (4, {**PP2, "schedule": "Interleaved1F1B", "zero_stage": 2}),
     "tp2-dp2": (4, TP2),
     "tp2-dp2-zero3": (4, {**TP2, "zero_stage": 3}),
+    "pp2-dp4-hsdp": (8, {**PP2, "zero_stage": 2, "data_parallel_shard_size": 2}),
     "pp2-tp2-dp2": (8, {**PP2, **TP2}),
     "pp2-tp2-dp2-interleaved": (8, {**PP2, **TP2, "schedule": "Interleaved1F1B"}),
     "pp2-tp2-dp2-zero2": (8, {**PP2, **TP2, "zero_stage": 2}),

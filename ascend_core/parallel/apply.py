@@ -96,12 +96,9 @@ def apply(
 
     sharded: list[nn.Module] = []
     if config.zero_stage:
-        modules = dict(model.named_modules())
-        wrap = modules.get(blocks.boundary) if blocks and blocks.boundary is not None and not stages else None
-        units = [modules[n] for n in local_names] if blocks else []
-        sharded = list(
-            shard_parameters(model, units, mesh, reshard_after_forward=config.zero_stage == 3, wrap=wrap)  # type: ignore[arg-type]
-        )
+        assert blocks is not None
+        units, wrap = _shard_units(model, blocks, local_names, pipelined=bool(stages))
+        sharded = list(shard_parameters(units, mesh, reshard_after_forward=config.zero_stage == 3, wrap=wrap))  # type: ignore[arg-type]
         if stages:
             for module in sharded:
                 _shim.defer_gradient_reduction(module)  # type: ignore[arg-type]
@@ -124,6 +121,28 @@ def _blocks(
         raise
 
 
+def _shard_units(
+    model: nn.Module, blocks: BlockList, local_names: list[str], *, pipelined: bool
+) -> tuple[list[nn.Module], nn.Module | None]:
+    """What FSDP2 shards: each block, and around them the boundary, unless a pipeline cuts its forward.
+
+    A model without blocks is sharded by its children that are modules in their own right.
+    """
+    modules = dict(model.named_modules())
+    wrap = modules[blocks.boundary] if blocks.boundary is not None and not pipelined else None
+    units = [modules[n] for n in local_names]
+    if not units and wrap is None:
+        containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+        units = [m for m in model.children() if not isinstance(m, containers) and any(True for _ in m.parameters())]
+    if not units and wrap is None:
+        raise ModelError(
+            f"{type(model).__name__} has nothing that can be sharded.",
+            "FSDP2 shards modules whose forward is called: blocks, or children of the model.",
+            "Put the parameters into submodules, or set zero_stage=0.",
+        )
+    return units, wrap
+
+
 def _refuse_meta(model: nn.Module) -> None:
     on_meta = [n for n, p in model.named_parameters() if p.is_meta]
     if on_meta:
@@ -136,11 +155,20 @@ def _refuse_meta(model: nn.Module) -> None:
 
 def share_initial_values(model: nn.Module, device: torch.device) -> None:
     """Give every rank rank 0's parameters and buffers. Communication: one broadcast per tensor over all ranks."""
+    own_buffers(model)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             moved = tensor.detach().to(device).contiguous()
             dist.broadcast(moved, src=0)
             tensor.copy_(moved)
+
+
+def own_buffers(model: nn.Module) -> None:
+    """Give expanded or strided buffers memory of their own, so that a collective can write into them."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if not buffer.is_contiguous():
+                setattr(module, name, buffer.contiguous())
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -152,7 +152,7 @@ def prune(root: nn.Module, blocks: BlockList, local: set[int], is_first: bool, i
     """
     modules = dict(root.named_modules())
     drop = [modules[name] for i, name in enumerate(blocks.names) if i not in local]
-    stubs: list[nn.Module] = []
+    stubs: list[tuple[nn.Module, _EmbeddingStub]] = []
     if blocks.boundary is not None:
         before, after = _around(modules[blocks.boundary], blocks, modules)
         if not is_last:
@@ -161,15 +161,16 @@ def prune(root: nn.Module, blocks: BlockList, local: set[int], is_first: bool, i
                 module.forward = _Dropped(module)  # type: ignore[method-assign]
             drop += dropped
         if not is_first:
-            stubs = [m for top in before for m in top.modules() if isinstance(m, nn.Embedding)]
-            drop += stubs
+            embeddings = [m for top in before for m in top.modules() if isinstance(m, nn.Embedding)]
+            stubs = [(m, _EmbeddingStub(m)) for m in embeddings]
+            drop += embeddings
     gone = {id(p) for m in drop for p in m.parameters()}
     dropped_modules = {id(c) for m in drop for c in m.modules()}
     kept_elsewhere = {id(p) for m in root.modules() if id(m) not in dropped_modules for p in m.parameters(recurse=False)}
     for module in drop:
         hollow(module, keep=kept_elsewhere & gone)
-    for stub in stubs:
-        stub.forward = _EmbeddingStub(stub)  # type: ignore[method-assign, arg-type]
+    for embedding, stub in stubs:
+        embedding.forward = stub  # type: ignore[method-assign]
 
 
 def _around(boundary: nn.Module, blocks: BlockList, modules: dict[str, nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -194,7 +195,7 @@ class _EmbeddingStub:
 
     def __init__(self, embedding: nn.Embedding) -> None:
         self.embedding_dim = embedding.embedding_dim
-        self.dtype = torch.get_default_dtype() if embedding.weight is None else embedding.weight.dtype
+        self.dtype = embedding.weight.dtype
 
     def __call__(self, indices: torch.Tensor) -> torch.Tensor:
         shape = (*indices.shape, self.embedding_dim)

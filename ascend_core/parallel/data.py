@@ -26,12 +26,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_parameters(
-    root: nn.Module, blocks: Sequence[nn.Module], mesh: HybridMesh, *, reshard_after_forward: bool, wrap: nn.Module | None
+    blocks: Sequence[nn.Module], mesh: HybridMesh, *, reshard_after_forward: bool, wrap: nn.Module | None
 ) -> list[FSDPModule]:
     """Shard parameters over the data-parallel axes with FSDP2.
 
     Args:
-        root: The whole local model.
         blocks: Blocks to shard, each on its own.
         mesh: The mesh.
         reshard_after_forward: Free the gathered parameters after forward (ZeRO-3) or keep them (ZeRO-2).

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,7 @@ from ascend_core.errors import ConfigError
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel import grads, state
 from ascend_core.parallel.apply import Applied
+from ascend_core.parallel.data import local
 from ascend_core.parallel.pipeline import PipelineRunner, StepFn
 
 
@@ -158,6 +160,19 @@ class ParallelModel:
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad + grad
         stash.grads.clear()
+
+    def share_buffers(self) -> None:
+        """Give every replica the buffers of the first one (batch norm's statistics), as torch's DDP does.
+
+        Communication: one broadcast per buffer over the data-parallel axis.
+        """
+        if self.mesh.size("dp") == 1:
+            return
+        group = self.mesh.group("dp")
+        source = dist.get_process_group_ranks(group)[0]
+        with torch.no_grad():
+            for buffer in self.module.buffers():
+                dist.broadcast(local(buffer), src=source, group=group)
 
     # ---- norm and clip
 
