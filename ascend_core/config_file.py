@@ -47,7 +47,9 @@ def normalize_fields(values: Mapping[str, Any], where: str, known: Sequence[str]
     """Turn user keys, flat or in the source documents' nested form, into field names.
 
     The nested form is ``{"parallel_mode": "hybrid", "pipeline_config": {"stage_num": 4, "micro_batch_num": 8},
-    "tensor_parallel": {"qkv_split": "column", "split_num": 4}}``.
+    "tensor_parallel": {"qkv_split": "column", "split_num": 4}}``. It names no schedule, and its own example has fewer
+    microbatches than stages, which 1F1B cannot run; such a file means GPipe, which then holds as many activations as
+    1F1B would.
 
     Args:
         values: The keys and values as the user wrote them.
@@ -71,6 +73,10 @@ def normalize_fields(values: Mapping[str, Any], where: str, known: Sequence[str]
             _merge(flat, _rename(value, _TENSOR_ALIASES, f"{where}: tensor_parallel"), where)
         else:
             _merge(flat, {key: value}, where)
+    if "pipeline_config" in values and "schedule" not in flat:
+        stages, parts = flat.get("pipeline_parallel_size", 1), flat.get("num_microbatches", "auto")
+        if isinstance(stages, int) and isinstance(parts, int) and parts < stages:
+            flat["schedule"] = "GPipe"
     nested = ("parallel_mode", "pipeline_config", "tensor_parallel")
     for key in flat:
         if key not in known:

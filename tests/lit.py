@@ -120,8 +120,11 @@ def fit(
         rank = trainer.global_rank // layout.tp % layout.dp
     trainer.fit(lit, *loaders(ranks, rank), ckpt_path=ckpt_path)
     metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    history = {k: list(v) for k, v in lit.history.items()}
+    hooks = dict(lit.hooks)
+    again = trainer.validate(lit, loaders(ranks, rank)[1], ckpt_path="best", verbose=False)[0]["val_loss"]
     return {
-        "history": lit.history, "hooks": lit.hooks, "metrics": metrics, "best": checkpoint.best_model_path,
+        "history": history, "hooks": hooks, "again": again, "metrics": metrics, "best": checkpoint.best_model_path,
         "best_score": float(checkpoint.best_model_score), "steps": trainer.global_step,
     }  # fmt: skip
 

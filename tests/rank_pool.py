@@ -8,6 +8,7 @@ every rank's traceback or stack.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -181,5 +182,6 @@ def _outcome(task: tuple[Any, ...]) -> tuple[Any, ...]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # groups that only reference cycles keep alive would leak threads and sockets into later tests
         os.environ.clear()
         os.environ.update(before)

@@ -15,7 +15,7 @@ from ascend_core.mesh import Layout, resolve_layout, warn_across_nodes
 
 SOURCE_JSON = {
     "parallel_mode": "hybrid",
-    "pipeline_config": {"stage_num": 24, "micro_batch_num": 48},
+    "pipeline_config": {"stage_num": 24, "micro_batch_num": 16},
     "tensor_parallel": {"qkv_split": "column", "split_num": 8},
 }
 
@@ -31,16 +31,17 @@ def test_source_documents_json(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SOURCE_JSON))
     c = HybridConfig.from_file(path)
-    assert (c.pipeline_parallel_size, c.num_microbatches, c.tensor_parallel_size, c.qkv_split) == (24, 48, 8, "column")
+    assert (c.pipeline_parallel_size, c.num_microbatches, c.tensor_parallel_size, c.qkv_split) == (24, 16, 8, "column")
+    assert c.schedule == "GPipe", "24 stages cannot run 16 microbatches in 1F1B"
     assert resolve_layout(c, 1536) == Layout(pp=24, dp_replicate=8, dp_shard=1, tp=8)
 
 
-def test_source_documents_own_numbers_name_what_does_not_fit() -> None:
-    """24 stages with 16 microbatches is no 1F1B schedule; the message says so and what works."""
-    values = {**SOURCE_JSON, "pipeline_config": {"stage_num": 24, "micro_batch_num": 16}}
+def test_source_documents_form_with_a_schedule() -> None:
+    """A schedule that is named is kept, and refused when it cannot run."""
+    small = {**SOURCE_JSON, "pipeline_config": {"stage_num": 4, "micro_batch_num": 8}}
+    assert HybridConfig.from_dict(small).schedule == "1F1B"
     with pytest.raises(ConfigError, match=r"at least as many microbatches as pipeline ranks \(16 < 24\).*\n.*GPipe"):
-        HybridConfig.from_dict(values)
-    assert HybridConfig.from_dict({**values, "schedule": "GPipe"}).num_microbatches == 16
+        HybridConfig.from_dict({**SOURCE_JSON, "schedule": "1F1B"})
 
 
 def test_argument_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

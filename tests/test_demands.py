@@ -92,3 +92,7 @@ def test_random_numbers_agree_over_stages(pool: RankPool) -> None:
     assert first_masks[-1] != second_masks[-1]
     trained = first_masks[1:]  # the first is the dry run that measures shapes
     assert len({tuple(m) for m in trained}) == len(trained) == 4
+
+
+def test_modules_shared_by_blocks(pool: RankPool) -> None:
+    assert max(pool.run(2, demands.shared_modules)) < 1e-6

@@ -121,19 +121,38 @@ def deal(blocks: BlockList, num_stages: int) -> list[tuple[int, int]]:
     return [(n * s // num_stages, n * (s + 1) // num_stages) for s in range(num_stages)]
 
 
-def hollow(module: nn.Module, keep: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-    """Drop a module's parameters and buffers in place, keeping the module and its names.
+def hollow(drop: list[nn.Module], root: nn.Module) -> None:
+    """Drop modules' parameters and buffers in place, keeping the modules and their names.
+
+    What the rest of the model still uses stays: tied weights, and modules or buffers that several blocks share.
 
     Args:
-        module: The module.
-        keep: ``id()`` of parameters that something else on this rank still uses (tied weights).
+        drop: The modules to empty.
+        root: The model they belong to.
     """
-    for child in module.modules():
-        for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in keep:
-                setattr(child, name, None)
-        for name, _ in list(child.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(child, name, None)
+    kept = _reachable(root, {id(m) for m in drop})
+    used = {id(t) for m in kept.values() for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+    for module in drop:
+        for child in module.modules():
+            if id(child) in kept:
+                continue
+            own = (
+                *child.named_parameters(recurse=False, remove_duplicate=False),
+                *child.named_buffers(recurse=False, remove_duplicate=False),
+            )
+            for name, tensor in own:
+                if id(tensor) not in used:
+                    setattr(child, name, None)
+
+
+def _reachable(module: nn.Module, without: set[int], found: dict[int, nn.Module] | None = None) -> dict[int, nn.Module]:
+    """All modules that can be reached without passing through the excluded ones, by ``id()``."""
+    found = {} if found is None else found
+    if id(module) not in without and id(module) not in found:
+        found[id(module)] = module
+        for child in module.children():
+            _reachable(child, without, found)
+    return found
 
 
 def prune(root: nn.Module, blocks: BlockList, local: set[int], is_first: bool, is_last: bool) -> None:
@@ -164,11 +183,7 @@ def prune(root: nn.Module, blocks: BlockList, local: set[int], is_first: bool, i
             embeddings = [m for top in before for m in top.modules() if isinstance(m, nn.Embedding)]
             stubs = [(m, _EmbeddingStub(m)) for m in embeddings]
             drop += embeddings
-    gone = {id(p) for m in drop for p in m.parameters()}
-    dropped_modules = {id(c) for m in drop for c in m.modules()}
-    kept_elsewhere = {id(p) for m in root.modules() if id(m) not in dropped_modules for p in m.parameters(recurse=False)}
-    for module in drop:
-        hollow(module, keep=kept_elsewhere & gone)
+    hollow(drop, root)
     for embedding, stub in stubs:
         embedding.forward = stub  # type: ignore[method-assign]
 
