@@ -6,6 +6,7 @@ from typing import Any
 
 import evaluations
 import pytest
+import trainers
 from rank_pool import RankError, RankPool
 from test_parity import PP2, TP2
 
@@ -102,9 +103,9 @@ def test_sharding_a_model_without_blocks(pool: RankPool) -> None:
 
 def test_validation_never_uses_inference_mode(pool: RankPool) -> None:
     """Lightning would on any backend but gloo, and FSDP2 parameters could then not be trained any more."""
-    assert pool.run(2, evaluations.inference_mode, {"zero_stage": 2}) == [{False}] * 2
+    assert pool.run(2, trainers.inference_mode, {"zero_stage": 2}) == [{False}] * 2
 
 
 def test_reductions(pool: RankPool) -> None:
     """Over the two replicas only; the mean of whole numbers is not truncated."""
-    assert pool.run(4, evaluations.reductions) == [[4.5, 9, 6, False, True, [3.0, 6.0], "text"]] * 4
+    assert pool.run(4, trainers.reductions) == [[4.5, 9, 6, False, True, [3.0, 6.0], "text"]] * 4
