@@ -30,6 +30,7 @@ import torch.multiprocessing as mp
 
 GROUP_TIMEOUT_S = 20
 DEADLINE_S = 25
+RUNS_PER_WORKER = 30  # torch's caches keep the meshes of past tests alive, with their threads and sockets
 
 
 class RankError(AssertionError):
@@ -45,6 +46,7 @@ class _Worker:
     process: Any
     pipe: Connection
     stacks: Path
+    runs: int = 0
 
 
 class RankPool:
@@ -115,6 +117,9 @@ class RankPool:
 
     def _worker(self, rank: int) -> _Worker:
         worker = self._workers[rank]
+        if worker is not None and worker.runs >= RUNS_PER_WORKER:
+            self._kill(rank)
+            worker = None
         if worker is None or not worker.process.is_alive():
             stacks = self._folder / f"stacks_{rank}_{time.monotonic_ns()}"
             ours, theirs = self._context.Pipe()
@@ -123,6 +128,7 @@ class RankPool:
             process.start()
             theirs.close()
             worker = self._workers[rank] = _Worker(process, ours, stacks)
+        worker.runs += 1
         return worker
 
     def _kill(self, rank: int) -> None:

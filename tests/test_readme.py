@@ -29,16 +29,17 @@ def tables(text: str) -> list[list[list[str]]]:
 
 
 def test_set_up_commands() -> None:
-    """The first call made this environment; a second is quick and changes nothing."""
+    """They give an environment that imports us; a second call installs nothing."""
     (commands,) = blocks(README, "bash")
     assert len(commands.strip().splitlines()) == 2
     script = f"set -e\n{commands}\npython -c 'import lightning_ascend, ascend_core; print(lightning_ascend.AscendHybridStrategy.__name__)'"
-    ready = ROOT / ".venv/.ready"
-    before = ready.stat().st_mtime if ready.exists() else None
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "AscendHybridStrategy" in done.stdout
-    assert before is None or ready.stat().st_mtime == before
+    times = []
+    for _ in range(2):
+        done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "AscendHybridStrategy" in done.stdout
+        times.append((ROOT / ".venv/.ready").stat().st_mtime)
+    assert times[0] == times[1]
 
 
 def test_first_example(tmp_path: Path) -> None:
@@ -46,8 +47,8 @@ def test_first_example(tmp_path: Path) -> None:
     script.write_text(blocks(README, "python")[0])
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(x) for x in re.findall(r"final loss ([\d.]+)", done.stdout)]
-    assert len(losses) == 4 and len(set(losses)) == 1, "every rank prints the same loss"
+    (loss,) = re.findall(r"final loss ([\d.]+)", done.stdout)
+    assert float(loss) < 1.0
 
 
 @pytest.mark.parametrize("row", tables(README)[0], ids=lambda r: f"{r[0]}={r[1]}".replace("`", ""))
