@@ -1,4 +1,5 @@
 # Each target sets itself up: the first call creates .venv, later calls reuse it.
+# torch_npu goes beside the environment, into .venv/npu-site: with it inside, `import torch` fails where there is no CANN.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,6 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/npu-site torch_npu==2.13.0
 	touch $(READY)
 
 demo: $(READY)

@@ -57,6 +57,28 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+FABRIC_ROWS: tuple[Row, ...] = (
+    Row(
+        "utilities.distributed._init_dist_connection",
+        "Starts the process group from any cluster environment; the strategy leaves device_id out, which its base passes.",
+        "fabric/utilities/distributed.py",
+        "HCCL supports split_group, or Lightning lets a strategy choose",
+    ),
+)
+
+
+def start_process_group(fabric: str, environment: Any, backend: str, **options: Any) -> None:
+    """Start the process group of a cluster environment.
+
+    Args:
+        fabric: ``lightning.fabric`` or ``lightning_fabric``.
+        environment: The cluster environment.
+        backend: torch's backend string.
+        options: For ``init_process_group``.
+    """
+    importlib.import_module(f"{fabric}.utilities.distributed")._init_dist_connection(environment, backend, **options)
+
+
 def patch_connector(module: ModuleType) -> None:
     """Teach the connector of one namespace what ``"auto"`` means on an Ascend machine.
 

@@ -16,7 +16,7 @@ from ascend_core.config import HybridConfig
 from ascend_core.device import BACKENDS
 from ascend_core.mesh import HybridMesh, Layout, build_mesh
 from lightning_ascend import checks, data
-from lightning_ascend._lightning import uses_distributed_sampler
+from lightning_ascend._lightning import start_process_group, uses_distributed_sampler
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
@@ -73,6 +73,14 @@ class EnvironmentMixin:
     def _get_process_group_backend(self) -> str:
         given: str | None = self._process_group_backend  # type: ignore[attr-defined]
         return given or BACKENDS[self.root_device.type]  # type: ignore[attr-defined]
+
+    def setup_distributed(self) -> None:
+        """Start the process group, without binding it to a device: HCCL cannot split bound groups into mesh axes."""
+        importlib.import_module(f"{_FABRIC[self._namespace]}.utilities.seed").reset_seed()
+        self.set_world_ranks()  # type: ignore[attr-defined]
+        backend = self._get_process_group_backend()
+        vars(self)["_process_group_backend"] = backend
+        start_process_group(_FABRIC[self._namespace], self.cluster_environment, backend, timeout=self._timeout)  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         """Start the process group and build the mesh."""

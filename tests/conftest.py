@@ -10,6 +10,7 @@ os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
 os.environ["ASCEND_DEVICE"] = "cpu"
 
 import pytest
+from npu_pool import NpuPool
 from rank_pool import RankPool
 
 
@@ -17,5 +18,13 @@ from rank_pool import RankPool
 def pool() -> Iterator[RankPool]:
     """Worker processes that play 1 to 8 ranks."""
     pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def npu_pool() -> Iterator[NpuPool]:
+    """Worker processes that play 1 to 8 ranks on emulated NPUs."""
+    pool = NpuPool()
     yield pool
     pool.close()

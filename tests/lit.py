@@ -81,6 +81,7 @@ def fit(
     strategy: dict[str, Any] | None,
     model: dict[str, Any],
     ckpt_path: str | None = None,
+    accelerator: str = "cpu",
     **trainer_options: Any,
 ) -> dict[str, Any]:
     """Fit on this rank: with the hybrid strategy, or plainly in one process when ``strategy`` is None."""
@@ -107,7 +108,7 @@ def fit(
         **trainer_options,
     }
     trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=chosen, callbacks=[checkpoint, stopping], logger=False,
+        accelerator=accelerator, devices=devices, strategy=chosen, callbacks=[checkpoint, stopping], logger=False,
         enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1, use_distributed_sampler=False, **options,
     )  # fmt: skip
     lit = make_module(namespace, **model)
@@ -124,7 +125,7 @@ def fit(
     hooks = dict(lit.hooks)
     again = trainer.validate(lit, loaders(ranks, rank)[1], ckpt_path="best", verbose=False)[0]["val_loss"]
     return {
-        "history": history, "hooks": hooks, "again": again, "metrics": metrics, "best": checkpoint.best_model_path,
+        "history": history, "hooks": hooks, "again": again, "device": str(next(lit.parameters()).device), "metrics": metrics, "best": checkpoint.best_model_path,
         "best_score": float(checkpoint.best_model_score), "steps": trainer.global_step,
     }  # fmt: skip
 

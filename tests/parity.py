@@ -19,18 +19,18 @@ def full_grads(model: ParallelModel) -> dict[str, torch.Tensor]:
     return state._gather_stages(model.names.merge(local), model.mesh)
 
 
-def train(config: dict[str, Any], model_options: dict[str, Any]) -> tiny.History:
+def train(config: dict[str, Any], model_options: dict[str, Any], device_type: str = "cpu") -> tiny.History:
     c = HybridConfig(**config)
-    mesh = build_mesh(c, "cpu")
+    mesh = build_mesh(c, device_type)
     model = parallelize(tiny.build(**model_options), c, mesh, loss_fn=tiny.token_loss)
     optimizer, schedule = tiny.optimizer_and_schedule(model.parameters())
     model.check_optimizer(optimizer)
     history = tiny.History([], [], {}, {})
     dp, ranks = mesh.rank("dp"), mesh.size("dp")
     for step in range(tiny.STEPS):
-        total = torch.zeros(())
+        total = torch.zeros((), device=device_type)
         for micro in range(tiny.ACCUMULATE):
-            x, y = tiny.local_batch(step * tiny.ACCUMULATE + micro, dp, ranks)
+            x, y = (t.to(device_type) for t in tiny.local_batch(step * tiny.ACCUMULATE + micro, dp, ranks))
             if micro < tiny.ACCUMULATE - 1:
                 with model.no_sync():
                     total += model.train_step(x, y, scale=1 / tiny.ACCUMULATE) / tiny.ACCUMULATE
@@ -53,10 +53,10 @@ def train(config: dict[str, Any], model_options: dict[str, Any]) -> tiny.History
     return history
 
 
-def compare(config: dict[str, Any], model_options: dict[str, Any] | None = None) -> dict[str, float]:
+def compare(config: dict[str, Any], model_options: dict[str, Any] | None = None, device_type: str = "cpu") -> dict[str, float]:
     """Train both ways on every rank; return the largest differences (parameters and gradients on rank 0)."""
     options = model_options or {}
-    history = train(config, options)
+    history = train(config, options, device_type)
     plain = tiny.plain_run(lambda: tiny.build(**options))
     differences = {
         "loss": max(abs(a - b) for a, b in zip(history.losses, plain.losses, strict=True)),

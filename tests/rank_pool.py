@@ -54,21 +54,23 @@ class RankPool:
 
     Args:
         size: Largest world size.
+        device_type: ``"cpu"`` for gloo, ``"npu"`` for HCCL on NPUs (with gloo for objects), one for each rank.
     """
 
-    def __init__(self, size: int = 8) -> None:
+    def __init__(self, size: int = 8, device_type: str = "cpu") -> None:
+        self._device_type = device_type
         self._context = mp.get_context("fork")
         self._folder = Path(tempfile.mkdtemp(prefix="rank_pool_"))
         self._workers: list[_Worker | None] = [None] * size
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+        self, world_size: int, function: Callable[..., Any] | str, *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
     ) -> list[Any]:
         """Run ``function(*args, **kwargs)`` on every rank.
 
         Args:
             world_size: Number of ranks.
-            function: A module-level function; it is sent by name.
+            function: A module-level function, or its name ``module:function``; it is sent by name.
             args: Positional arguments, picklable.
             deadline_s: After this many seconds the ranks' stacks are printed and the workers killed.
             kwargs: Keyword arguments, picklable.
@@ -81,7 +83,8 @@ class RankPool:
         """
         workers = [self._worker(rank) for rank in range(world_size)]
         store = tempfile.mktemp(prefix="store_", dir=self._folder)
-        task = (f"{function.__module__}:{function.__qualname__}", args, kwargs, world_size, store, _free_port())
+        name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+        task = (name, args, kwargs, world_size, store, _free_port(), self._device_type)
         for rank, worker in enumerate(workers):
             worker.pipe.send((*task, rank))
         outcomes = self._collect(workers, deadline_s)
@@ -168,7 +171,7 @@ def _serve(pipe: Connection, stacks: Path, inherited: list[Connection]) -> None:
 
 
 def _outcome(task: tuple[Any, ...]) -> tuple[Any, ...]:
-    name, args, kwargs, world_size, store, port, rank = task
+    name, args, kwargs, world_size, store, port, device_type, rank = task
     variables = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "rank_pool",
@@ -178,7 +181,10 @@ def _outcome(task: tuple[Any, ...]) -> tuple[Any, ...]:
     try:
         module, _, function = name.partition(":")
         timeout = timedelta(seconds=GROUP_TIMEOUT_S)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+        if device_type == "npu":
+            torch.npu.set_device(rank)
+        backend = "cpu:gloo,npu:hccl" if device_type == "npu" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
         torch.manual_seed(0)
         result = getattr(importlib.import_module(module), function)(*args, **kwargs)
         return ("ok", result)

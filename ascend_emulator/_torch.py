@@ -1,0 +1,75 @@
+"""The one file that names private things of torch. Each row: what, why, upstream, and when it can go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map  # noqa: F401 - for the kernels
+
+
+@dataclass(frozen=True)
+class Row:
+    """One private name we depend on.
+
+    Attributes:
+        name: Dotted path.
+        why: What it is needed for.
+        upstream: Where it is defined.
+        remove_when: The event that makes the row unnecessary.
+    """
+
+    name: str
+    why: str
+    upstream: str
+    remove_when: str
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        "torch._C._construct_storage_from_data_pointer",
+        "A CPU tensor over device memory.",
+        "torch/csrc/Module.cpp",
+        "torch has a public zero-copy view over a pointer for any device",
+    ),
+    Row("torch._neg_view", "Keeps the negative bit of a view.", "ATen native_functions.yaml", "never needed if views carry it"),
+    Row(
+        "torch._C._dispatch_get_all_op_names",
+        "The list of operators to cover.",
+        "torch/csrc/utils/python_dispatch.cpp",
+        "torch lists operators publicly",
+    ),
+    Row(
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "Which operators have a CPU kernel, and which torch_npu overrides.",
+        "torch/csrc/utils/python_dispatch.cpp",
+        "torch.library answers that publicly",
+    ),
+    Row(
+        "torch.ops.aten.add.Tensor._schema",
+        "Which arguments an operator writes to or returns.",
+        "torch/_ops.py",
+        "OpOverload exposes its schema publicly",
+    ),
+    Row(
+        "torch.utils._pytree.tree_map",
+        "Arguments nest tensors in lists.",
+        "torch/utils/_pytree.py",
+        "torch has a public pytree",
+    ),
+)
+
+operator_names = torch._C._dispatch_get_all_op_names
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+neg_view = torch._neg_view
+
+
+def schema(op: Any) -> Any:
+    """The schema of an operator overload."""
+    return op._schema
+
+
+def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
+    """A storage over memory that something else owns."""
+    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)

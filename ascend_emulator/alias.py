@@ -1,0 +1,30 @@
+"""Device memory is host memory: look at an NPU tensor as a CPU tensor, and the other way round."""
+
+from __future__ import annotations
+
+import torch
+
+from ascend_emulator._torch import neg_view, storage_at
+
+CPU = torch.device("cpu")
+
+
+def as_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over the memory of an NPU tensor: same shape, strides, offset, conjugate and negative bits."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        alias = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    else:
+        view = storage_at(storage.data_ptr(), CPU, storage.nbytes())
+        alias = torch.empty(0, dtype=tensor.dtype).set_(view, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        alias = alias.conj()
+    return neg_view(alias) if tensor.is_neg() else alias
+
+
+def to_npu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a CPU tensor in device memory, with the same strides."""
+    out = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if tensor.numel():
+        as_cpu(out).copy_(tensor)
+    return out

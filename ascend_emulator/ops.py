@@ -1,0 +1,63 @@
+"""Install the operator layer: every aten operator that a CPU kernel can do, for the NPU's dispatch key."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from ascend_emulator import _torch
+from ascend_emulator.kernels import Kernel
+
+_TORCH_NPU_OWN = frozenset(
+    "empty.memory_format empty_strided as_strided view _reshape_alias set_.source_Storage set_.source_Storage_storage_offset "
+    "set_ set_.source_Tensor resize_ detach alias unfold record_stream is_pinned _pin_memory pin_memory is_set_to "
+    "view_as_real view_as_complex unsafe_split split expand _local_scalar_dense transpose t slice select unsqueeze squeeze "
+    "permute lift lift_fresh empty_with_format".split()
+)
+"""Memory and views: torch_npu's own code does these right, without launching a kernel."""
+
+_library: list[torch.library.Library] = []
+
+
+def install() -> None:
+    """Register kernels for all operators; does nothing the second time."""
+    if _library:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    _library.append(library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # replacing torch_npu's kernels is the point
+        for name in sorted(_torch.operator_names()):
+            namespace, _, qualified = name.partition("::")
+            if namespace == "aten" and qualified not in _TORCH_NPU_OWN:
+                _install_one(library, name, qualified)
+
+
+def _install_one(library: torch.library.Library, name: str, qualified: str) -> None:
+    base, _, overload = qualified.partition(".")
+    try:
+        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+    except AttributeError:
+        return  # known to the dispatcher, but not callable from Python
+    if torch.Tag.inplace_view in op.tags or any(r.alias_info and not r.alias_info.is_write for r in _torch.schema(op).returns):
+        return  # changes or shares metadata only: torch_npu's own
+    has = _torch.has_kernel
+    if has(name, "CompositeImplicitAutograd"):
+        overridden = [k for k in ("AutogradPrivateUse1", "PrivateUse1") if has(name, k)]
+        for key in ("AutogradPrivateUse1", "PrivateUse1") if overridden else ():
+            library.impl(qualified, _decompose(op), key, allow_override=True)
+        return
+    explicit = has(name, "CompositeExplicitAutograd") or has(name, "CompositeExplicitAutogradNonFunctional")
+    if has(name, "CPU") or (explicit and has(name, "PrivateUse1")):
+        library.impl(qualified, Kernel(op), "PrivateUse1", allow_override=True)
+
+
+def _decompose(op: Any) -> Any:
+    """torch_npu has a fused kernel here; without NPU kernels the operator is what it is made of."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        return op.decompose(*args, **kwargs)
+
+    return decomposed

@@ -1,0 +1,40 @@
+"""A process on the emulated machine that forks NPU ranks for the tests and runs functions on them.
+
+Started as ``python -m ascend_emulator npu_zygote.py ADDRESS``. torch and torch_npu are imported once, before the first
+fork and before any device is used.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("ASCEND_DEVICE", None)
+
+import torch
+import torch_npu  # noqa: F401
+from rank_pool import RankError, RankPool
+
+
+def main(address: str) -> None:
+    pool = RankPool(8, device_type="npu")
+    with Listener(address, "AF_UNIX") as listener, listener.accept() as pipe:
+        while True:
+            try:
+                world_size, name, args, options = pipe.recv()
+            except EOFError:
+                break
+            try:
+                pipe.send(("ok", pool.run(world_size, name, *args, **options)))
+            except RankError as error:
+                pipe.send(("error", str(error), error.errors))
+    pool.close()
+
+
+if __name__ == "__main__":
+    assert torch.npu.is_available()
+    main(sys.argv[1])

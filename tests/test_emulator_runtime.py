@@ -1,0 +1,95 @@
+"""The emulated runtime by itself, without torch: device masks, memory, fork, and functions that are not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ascend_emulator.build import LIBRARIES, build
+from ascend_emulator.errors import EmulatorError
+
+ROOT = Path(__file__).parent.parent
+PRELUDE = """
+import ctypes, os
+from ascend_emulator.build import build
+cann = ctypes.CDLL(str(build() / "libascendcl.so"))
+cann.aclGetRecentErrMsg.restype = ctypes.c_char_p
+message = lambda: cann.aclGetRecentErrMsg().decode()
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    env = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("mask", "count"),
+    [("", 4), ("0,1", 2), ("3", 1), ("2,1", 1), ("1,1", 1), ("0,9,1", 1), ("9", 0), ("x", 0)],
+    ids=lambda v: str(v) or "unset",
+)
+def test_visible_devices_end_at_the_first_wrong_id(mask: str, count: int) -> None:
+    """As CANN reads ASCEND_RT_VISIBLE_DEVICES: ascending ids only; what follows a wrong one is lost."""
+    code = "n = ctypes.c_uint32(); cann.aclrtGetDeviceCount(ctypes.byref(n)); print(n.value)"
+    assert run(code, ASCEND_EMULATOR_DEVICES="4", ASCEND_RT_VISIBLE_DEVICES=mask) == str(count)
+
+
+def test_devices_out_of_range() -> None:
+    assert (
+        run("print(cann.aclrtSetDevice(7), message())", ASCEND_EMULATOR_DEVICES="2")
+        == "107001 device 7 does not exist: 2 devices are visible"
+    )
+
+
+def test_memory_has_a_limit_and_an_owner() -> None:
+    code = """
+cann.aclrtSetDevice(0)
+p, q = ctypes.c_void_p(), ctypes.c_void_p()
+cann.aclrtMalloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+cann.aclrtFree.argtypes = [ctypes.c_void_p]
+print(cann.aclrtMalloc(ctypes.byref(p), 6 << 20, 0), cann.aclrtMalloc(ctypes.byref(q), 6 << 20, 0), "in use" in message())
+print(cann.aclrtFree(p), cann.aclrtMalloc(ctypes.byref(q), 6 << 20, 0), cann.aclrtFree(q), cann.aclrtFree(q), "no device memory" in message())
+"""
+    assert run(code, ASCEND_EMULATOR_MEMORY_MB="10").split("\n") == ["0 207001 True", "0 0 0 107000 True"]
+
+
+def test_a_forked_child_cannot_use_the_device() -> None:
+    code = """
+cann.aclrtSetDevice(0)
+child = os.fork()
+if child == 0:
+    print(cann.aclrtSetDevice(0), "before fork()" in message(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    assert run(code) == "507048 True"
+
+
+def test_what_is_not_there_says_so() -> None:
+    assert run("print(cann.aclrtMapMem(), message())") == "207000 the emulated CANN does not implement aclrtMapMem"
+
+
+def test_every_library_is_built_and_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert all((build() / f"lib{name}.so").is_file() for name in LIBRARIES)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(EmulatorError, match="No C compiler was found"):
+        build()
+    assert not list((tmp_path / "ascend_emulator").iterdir())
+
+
+def test_eight_processes_may_build_at_once(tmp_path: Path) -> None:
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "from ascend_emulator.build import build; print(build())"]
+    processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    folders = {p.communicate(timeout=120)[0] for p in processes}
+    assert len(folders) == 1 and all(p.returncode == 0 for p in processes)
+    assert [p.name for p in (tmp_path / "ascend_emulator").iterdir()] == [Path(folders.pop().strip()).name]
