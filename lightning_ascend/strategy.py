@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ascend_core.config import HybridConfig, resolve
 from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh, Layout
 from ascend_core.parallel import ParallelModel, parallelize
+from ascend_core.parallel.failures import gather_errors
 from lightning_ascend import checks
 from lightning_ascend.environment import EnvironmentMixin
 from lightning_ascend.reduce import ReduceMixin
@@ -192,8 +192,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
                 self.parallel.check_optimizer(optimizer)
         except Exception as caught:  # noqa: BLE001 - raised again below, once every rank knows
             error = caught
-        everyone: list[Any] = [None] * self.layout.world_size
-        dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}")
+        everyone = gather_errors(error)
         if error is not None:
             raise error
         failed = [f"rank {r}: {e}" for r, e in enumerate(everyone) if e is not None]

@@ -170,6 +170,17 @@ class NoPlan(Plain):
         self.model = nn.Sequential(Unnamed(), Unnamed())
 
 
+class HalfPlanned(Plain):
+    """Blocks of the second stage have nothing that could be split; the first stage must hear of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(lit_mlp(), Unnamed())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(torch.ones(8, 8)).sum()
+
+
 def attempt(name: str, strategy: dict[str, Any], trainer: dict[str, Any] | None = None) -> dict[str, Any]:
     """Fit and report the error: its type, text, whether a step was taken, and how long it took."""
     import os

@@ -109,3 +109,10 @@ def test_validation_never_uses_inference_mode(pool: RankPool) -> None:
 def test_reductions(pool: RankPool) -> None:
     """Over the two replicas only; the mean of whole numbers is not truncated."""
     assert pool.run(4, trainers.reductions) == [[4.5, 9, 6, False, True, [3.0, 6.0], "text"]] * 4
+
+
+def test_microbatch_weights_of_a_lightning_module(pool: RankPool) -> None:
+    """With ``microbatch_weight`` a mean over tokens is that of the whole batch."""
+    ours = pool.run(2, trainers.token_mean, PP2)[0]
+    plain = pool.run(1, trainers.token_mean, None)[0]
+    assert max(float((ours[n] - p).abs().max()) for n, p in plain.items()) < 1e-5

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], str, str]] = {
     "precision": (2, "Plain", PP2, {"precision": "transformer-engine"}, "(NotAvailableError|ModuleNotFoundError)", "transformer"),
     "syncbn": (2, "Plain", PP2, {"sync_batchnorm": True}, "NotAvailableError", "sync_batchnorm=True"),
     "no-plan": (2, "NoPlan", {"tensor_parallel_size": 2}, {}, "ConfigError", "No tensor-parallel plan was found for block 'model.0'"),
+    "half-plan": (4, "HalfPlanned", {**PP2, "tensor_parallel_size": 2}, {}, "(ConfigError|PeerError)", "No tensor-parallel plan was found for block 'model.1'"),
     "plan-glob": (2, "Plain", {"tensor_parallel_size": 2, "tensor_parallel_plan": {"*.nothing": "colwise"}}, {}, "ConfigError", "matches no module"),
     "plan-style": (2, "Plain", {"tensor_parallel_size": 2, "tensor_parallel_plan": {"*.qkv": "colwize"}}, {}, "ConfigError", "did you mean 'colwise'"),
     "plan-kind": (2, "Plain", {"tensor_parallel_size": 2, "tensor_parallel_plan": {"*.norm1": "colwise"}}, {}, "ConfigError", "is a LayerNorm, and style 'colwise' is for Linear"),

@@ -20,6 +20,7 @@ from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.blocks import BlockList, deal, find_blocks, prune
 from ascend_core.parallel.data import shard_parameters
+from ascend_core.parallel.failures import raise_together
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.rng import StepRng
 from ascend_core.parallel.state import Names, describe
@@ -85,14 +86,12 @@ def apply(
     model.to(device)
 
     if mesh.size("tp") > 1:
-        if config.tensor_parallel_plan == "auto":
-            plan: Mapping[str, Any] = auto_plan(model, local_names, mesh.size("tp"), qkv_split=config.qkv_split)
-        else:
-            assert isinstance(config.tensor_parallel_plan, Mapping)
-            plan = expand_plan(model, config.tensor_parallel_plan)
-        tied = _tied(model)
-        apply_tensor_parallel(model, plan, mesh.device_mesh["tp"])
-        _tie_again(model, tied)
+        error: Exception | None = None
+        try:
+            _split_tensors(model, config, mesh, local_names)
+        except Exception as caught:  # noqa: BLE001 - raised on every rank: stages may differ in what they can split
+            error = caught
+        raise_together(error)
 
     sharded: list[nn.Module] = []
     if config.zero_stage:
@@ -119,6 +118,17 @@ def _blocks(
         if mesh.size("pp") == 1 and (mesh.size("tp") == 1 or config.tensor_parallel_plan != "auto"):
             return BlockList("", (), "" if root_is_boundary else None)  # one FSDP2 unit, or a user's own plan
         raise
+
+
+def _split_tensors(model: nn.Module, config: HybridConfig, mesh: HybridMesh, local_names: list[str]) -> None:
+    if config.tensor_parallel_plan == "auto":
+        plan: Mapping[str, Any] = auto_plan(model, local_names, mesh.size("tp"), qkv_split=config.qkv_split)
+    else:
+        assert isinstance(config.tensor_parallel_plan, Mapping)
+        plan = expand_plan(model, config.tensor_parallel_plan)
+    tied = _tied(model)
+    apply_tensor_parallel(model, plan, mesh.device_mesh["tp"])
+    _tie_again(model, tied)
 
 
 def _shard_units(

@@ -21,7 +21,8 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ascend_core._shim import pytree
 from ascend_core.config import MULTI_STAGE_SCHEDULES, HybridConfig
-from ascend_core.errors import AscendError, ModelError, PeerError
+from ascend_core.errors import ModelError
+from ascend_core.parallel.failures import portable, shape_changed
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.microbatch import batch_size, choose_microbatches, split_batch
 
@@ -120,7 +121,7 @@ class PipelineRunner:
         if stage == self.num_stages - 1:
             step.losses[number] = output.detach()
         elif output.shape != meta.shape or output.dtype != meta.dtype:
-            step.errors.append(_changed(stage, number, output, meta))
+            step.errors.append(shape_changed(stage, number, output, meta))
             return torch.zeros(meta.shape, dtype=meta.dtype, device=self.device, requires_grad=True)
         return output.contiguous()
 
@@ -142,7 +143,7 @@ class PipelineRunner:
         """Exchange loss, payload and errors; raise everywhere if any stage failed."""
         step = self._step
         assert step is not None
-        mine: dict[str, Any] = {"error": _portable(step.errors[0]) if step.errors else None}
+        mine: dict[str, Any] = {"error": portable(step.errors[0]) if step.errors else None}
         if self.num_stages - 1 in self.local_stages and not step.errors:
             losses = torch.stack([step.losses[i].float() for i in range(len(shares))])
             mine["loss"] = float((losses * losses.new_tensor(shares)).sum())
@@ -211,7 +212,7 @@ class PipelineRunner:
             with torch.no_grad():
                 output = self._run(stage, received, 0)
         except Exception as error:  # noqa: BLE001 - sent to every rank of the pipeline, which raise it together
-            return _portable(error)
+            return portable(error)
         finally:
             with torch.no_grad():
                 for buffer, value in saved:
@@ -282,26 +283,6 @@ def _checked_loss(loss: Any, check_nan: bool) -> torch.Tensor:
             "Check the model with pipeline_parallel_size=1; if it is finite there, move the skip connection into a block.",
         )
     return loss.reshape(())
-
-
-def _changed(stage: int, number: int, output: torch.Tensor, meta: torch.Tensor) -> ModelError:
-    return ModelError(
-        f"Stage {stage} produced {tuple(output.shape)} {output.dtype} for microbatch {number}, but "
-        f"{tuple(meta.shape)} {meta.dtype} for microbatch 0.",
-        "All microbatches of a step have the same activation shape.",
-        "Pad to one length inside a batch.",
-    )
-
-
-def _portable(error: BaseException) -> Exception:
-    """An error that survives pickling; unusual ones become PeerError with their text.
-
-    torch's stage wraps what a stage raised; the cause is what the user needs.
-    """
-    cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, AscendError) else error
-    if type(cause).__module__ in ("builtins", "ascend_core.errors") and isinstance(cause, Exception):
-        return type(cause)(*cause.args) if not isinstance(cause, AscendError) else cause
-    return PeerError(f"{type(cause).__name__}: {cause}", "Another pipeline rank failed with it.", "See its traceback.")
 
 
 def _shapes(batch: Any) -> Any:

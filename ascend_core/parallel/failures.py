@@ -1,0 +1,57 @@
+"""Errors that one rank meets and all must know of, so that nobody waits for a rank that has given up."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ascend_core.errors import AscendError, ModelError, PeerError
+
+
+def gather_errors(error: Exception | None) -> list[str | None]:
+    """Tell every rank of the world about this rank's error.
+
+    Returns:
+        By rank, the error's type and text, or None.
+
+    Communication:
+        One object all-gather over the world.
+    """
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if error is None else f"{type(error).__name__}: {error}")
+    return everyone
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raise this rank's error, or a :class:`PeerError` if only another rank has one.
+
+    Communication:
+        See :func:`gather_errors`; every rank must call it.
+    """
+    everyone = gather_errors(error)
+    if error is not None:
+        raise error
+    failed = [f"rank {r}: {text}" for r, text in enumerate(everyone) if text is not None]
+    if failed:
+        raise PeerError("Another rank cannot go on.", failed[0], "Mend what that rank names.")
+
+
+def portable(error: BaseException) -> Exception:
+    """An error that survives pickling; unusual ones become :class:`PeerError` with their text.
+
+    torch's stage wraps what a stage raised; the cause is what the user needs.
+    """
+    cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, AscendError) else error
+    if type(cause).__module__ in ("builtins", "ascend_core.errors") and isinstance(cause, Exception):
+        return type(cause)(*cause.args) if not isinstance(cause, AscendError) else cause
+    return PeerError(f"{type(cause).__name__}: {cause}", "Another pipeline rank failed with it.", "See its traceback.")
+
+
+def shape_changed(stage: int, number: int, output: torch.Tensor, meta: torch.Tensor) -> ModelError:
+    """The error for microbatches of one step whose activations differ in shape or type."""
+    return ModelError(
+        f"Stage {stage} produced {tuple(output.shape)} {output.dtype} for microbatch {number}, but "
+        f"{tuple(meta.shape)} {meta.dtype} for microbatch 0.",
+        "All microbatches of a step have the same activation shape.",
+        "Pad to one length inside a batch.",
+    )
