@@ -43,7 +43,7 @@ class _Devices:
     def __init__(self, name: str, mixed: bool) -> None:
         self.name, self.mixed = name, mixed
         self.device: torch.device | None = None
-        self.asked_cpu = self.any_cpu = self.any_npu = False
+        self.elsewhere = self.any_cpu = self.any_npu = False
 
     def convert(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -52,7 +52,7 @@ class _Devices:
             if value.type == "npu":
                 self.device = value
                 return CPU
-            self.asked_cpu = value.type == "cpu"
+            self.elsewhere = True  # the CPU or meta was asked for by name
         return value
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ class Kernel:
         if self.outs:
             return self._into_outs(cpu_args, cpu_kwargs, kwargs)
         result = self._run(list(cpu_args), cpu_kwargs, device)
-        if devices.asked_cpu:
+        if devices.elsewhere:
             return result
         if len(self.returns) == 1:
             return self._back(self.returns[0], result, args, kwargs, device)

@@ -59,7 +59,7 @@ def rules() -> dict[str, Any]:
     seen["in place through a view"] = x.cpu().tolist()
     out = torch.empty(0, device=here())
     seen["out grows"] = (torch.add(x, x, out=out) is out, out.cpu().tolist())
-    seen["stays on the cpu"] = str(x.to("cpu").device)
+    seen["stays where it was asked for"] = [str(x.to("cpu").device), str(x.to("meta").device)]
     for name, call in {
         "mixed": lambda: x + torch.ones(2, 3), "device": lambda: torch.ones(1, device="npu:99"),
         "memory": lambda: torch.empty(2**40, device=here()),
