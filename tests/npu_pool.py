@@ -50,6 +50,7 @@ class NpuPool:
     def close(self) -> None:
         """End the machine and its ranks."""
         if self._pipe is not None:
+            self._pipe.send(None)  # closing is not enough: ranks forked since then hold the socket open
             self._pipe.close()
         if self._process is not None:
             self._process.wait(30)

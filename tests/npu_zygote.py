@@ -25,9 +25,12 @@ def main(address: str) -> None:
     with Listener(address, "AF_UNIX") as listener, listener.accept() as pipe:
         while True:
             try:
-                world_size, name, args, options = pipe.recv()
+                task = pipe.recv()
             except EOFError:
                 break
+            if task is None:
+                break
+            world_size, name, args, options = task
             try:
                 pipe.send(("ok", pool.run(world_size, name, *args, **options)))
             except RankError as error:
