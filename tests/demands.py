@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import tiny
@@ -202,3 +203,46 @@ def shared_modules() -> float:
     gaps = {n: float((p.grad - reference[n].grad).abs().max()) for n, p in model.named.items()}
     assert any("table.mix" in n for n in gaps)
     return max(gaps.values())
+
+
+class Failing(nn.Module):
+    """A layer that raises in evaluation."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails, self.linear = fails, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails and not self.training:
+            raise ValueError("this layer fails")
+        return self.linear(x)
+
+
+def failing_evaluation(where: int) -> tuple[str, float]:
+    """Evaluate a four-layer model on two stages whose layer ``where`` raises; error and seconds on this rank."""
+    model = spread(nn.Sequential(*[Failing(i == where) for i in range(4)]), F.mse_loss, pipeline_parallel_size=2)
+    model.module.eval()
+    start = time.monotonic()
+    try:
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "none", time.monotonic() - start
+
+
+def failing_payload(kind: str) -> tuple[str, float]:
+    """A step whose results cannot be combined or sent to other ranks; only the last stage meets that."""
+    model = spread(nn.Sequential(*[Add() for _ in range(2)]), None, pipeline_parallel_size=2, num_microbatches=2)
+
+    def payload() -> Any:
+        if kind == "raises":
+            raise KeyError("no such reduction")
+        return lambda: None  # cannot be pickled
+
+    start = time.monotonic()
+    try:
+        model.forward_backward(lambda x, n: model.module(x).mean(), torch.zeros(2, 1), payload=payload)
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - start
+    return "none", time.monotonic() - start

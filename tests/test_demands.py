@@ -96,3 +96,17 @@ def test_random_numbers_agree_over_stages(pool: RankPool) -> None:
 
 def test_modules_shared_by_blocks(pool: RankPool) -> None:
     assert max(pool.run(2, demands.shared_modules)) < 1e-6
+
+
+@pytest.mark.parametrize("where", [0, 1, 2, 3])
+def test_an_error_in_evaluation_reaches_every_stage(pool: RankPool, where: int) -> None:
+    for text, seconds in pool.run(2, demands.failing_evaluation, where):
+        assert "ValueError: this layer fails" in text
+        assert seconds < 10
+
+
+@pytest.mark.parametrize("kind", ["raises", "unpicklable"])
+def test_results_that_cannot_be_shared_reach_every_stage_as_an_error(pool: RankPool, kind: str) -> None:
+    for name, seconds in pool.run(2, demands.failing_payload, kind):
+        assert name != "none"
+        assert seconds < 10

@@ -22,6 +22,7 @@ from ascend_core import _shim
 from ascend_core._shim import pytree
 from ascend_core.errors import ModelError
 from ascend_core.parallel.blocks import BlockList
+from ascend_core.parallel.failures import portable
 from ascend_core.parallel.rng import StepRng
 
 
@@ -65,6 +66,7 @@ class BlockGates:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.run: StageRun | None = None
         self._chained = 0
+        self._due = 0  # the stage whose output is shared next
         self._inside = False
         modules = dict(root.named_modules())
         self._gated = [modules[name] for name in blocks.names]
@@ -183,16 +185,15 @@ class BlockGates:
                 "Gradients exist only inside a pipelined step.",
                 "Wrap the call in torch.no_grad().",
             )
-        self._chained = 0
+        self._chained = self._due = 0
         output: Any = None
         try:
             output = call(*args, **kwargs)
         except Cut:
             pass
         except Exception as error:
-            stage = self._stage_of(min(self._chained, len(self.blocks) - 1))
-            if self.owner(stage) == self.rank:
-                self._share(None, stage, error)
+            if self._due < len(self.stages) and self.owner(self._due) == self.rank:
+                self._share(None, self._due, portable(error))
             raise
         return self._share(output, len(self.stages) - 1)
 
@@ -223,6 +224,7 @@ class BlockGates:
         message = [(plain, spec, error) if owner == self.rank else None]
         dist.broadcast_object_list(message, src=source, group=self.group)
         plain, spec, failure = message[0]  # type: ignore[misc]
+        self._due = len(self.stages) if failure is not None else stage + 1
         if failure is not None and owner != self.rank:
             raise failure
         if failure is not None:

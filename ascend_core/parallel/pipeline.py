@@ -8,6 +8,7 @@ every rank raises the same error.
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ class PipelineRunner:
 
     Args:
         gates: Gates of the model.
-        parameters: Parameters whose ``requires_grad`` tells whether an activation carries gradients.
+        root: The model; whether its parameters are trained tells whether an activation carries gradients.
         config: The configuration.
         device: This rank's device.
     """
@@ -60,7 +61,6 @@ class PipelineRunner:
         self.local_stages = [s for s in range(self.num_stages) if gates.owner(s) == gates.rank]
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._step: _Step | None = None
-        self._output_metas: list[torch.Tensor] = []
 
     def forward_backward(
         self,
@@ -143,11 +143,17 @@ class PipelineRunner:
         """Exchange loss, payload and errors; raise everywhere if any stage failed."""
         step = self._step
         assert step is not None
-        mine: dict[str, Any] = {"error": portable(step.errors[0]) if step.errors else None}
+        mine: dict[str, Any] = {}
         if self.num_stages - 1 in self.local_stages and not step.errors:
             losses = torch.stack([step.losses[i].float() for i in range(len(shares))])
             mine["loss"] = float((losses * losses.new_tensor(shares)).sum())
-            mine["payload"] = payload() if payload else None
+            try:
+                mine["payload"] = payload() if payload else None
+                pickle.dumps(mine["payload"])
+            except Exception as caught:  # noqa: BLE001 - raised below, once every rank knows
+                step.errors.append(caught)
+                mine["payload"] = None
+        mine["error"] = portable(step.errors[0]) if step.errors else None
         everyone: list[Any] = [None] * self.gates.size
         dist.all_gather_object(everyone, mine, group=self.gates.group)
         for rank, result in enumerate(everyone):
