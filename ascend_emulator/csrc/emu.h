@@ -29,7 +29,7 @@ typedef struct EmuTask {
 } EmuTask;
 
 typedef struct EmuStream {
-  int id, device, alive, worker, stop, error;
+  int id, device, alive, worker, stop, error, overflow;
   pthread_mutex_t lock;
   pthread_cond_t changed;
   EmuTask *head, *tail;
