@@ -12,6 +12,7 @@ import argparse
 import importlib
 import os
 import runpy
+import shlex
 import sys
 
 from ascend_emulator.load import prepare
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> None:
         split += 1 if "=" in arguments[split] or arguments[split] in ("-h", "--help") else 2
     options, command = own.parse_args(arguments[:split]), arguments[split:]
     if not command:
-        own.error("nothing to run: give a script, -m module, -c code, or info")
+        own.error("nothing to run: give a script, -m module, -c code, info or env")
     if options.devices is not None and not 1 <= options.devices <= 64:
         own.error(f"--devices {options.devices}: a node has 1 to 64 NPUs")
     if options.nodes is not None and not 1 <= options.nodes <= 64:
@@ -45,6 +46,10 @@ def main(arguments: list[str]) -> None:
     first, *rest = command
     if command == ["info"]:
         sys.stdout.write(importlib.import_module("ascend_emulator.info").report())  # it needs torch: only now
+    elif command == ["env"]:
+        names = [n for n in sorted(os.environ) if n.startswith("ASCEND_EMULATOR") and n != "ASCEND_EMULATOR_MACHINE"]
+        for name in [*names, "TASK_QUEUE_ENABLE", "PYTHONPATH"]:
+            sys.stdout.write(f"export {name}={shlex.quote(os.environ[name])}\n")
     elif first == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -155,3 +155,22 @@ def test_info_lists_what_is_emulated() -> None:
     assert done.returncode == 0, done.stderr
     for text in ("SoC Ascend910B1, 3 NPUs", "HcclAllGatherV", "aclrtMalloc ", "Not emulated", "aten operators:", "C++ layer"):
         assert text in done.stdout, text
+
+
+def test_accelerate_launch_in_an_environment(tmp_path: Path) -> None:
+    """What ``env`` prints makes plain launchers see the NPUs; Accelerate finds them by itself."""
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "from accelerate import Accelerator\n"
+        "a = Accelerator()\n"
+        "x = a.reduce(torch.full((2,), float(a.process_index + 1), device=a.device))\n"
+        "print('rank', a.process_index, a.num_processes, a.device, a.distributed_type.value, x[0].item(), flush=True)\n"
+        "a.end_training()\n"
+    )
+    bin = Path(sys.executable).parent
+    launch = f"{bin}/accelerate launch --num_processes 2 --multi_gpu --mixed_precision no train.py"
+    shell = f'eval "$({sys.executable} -m ascend_emulator --devices 2 env)" && cd {tmp_path} && {launch}'
+    env = {k: v for k, v in os.environ.items() if k != "ASCEND_DEVICE"}
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert lines == ["rank 0 2 npu:0 MULTI_NPU 3.0", "rank 1 2 npu:1 MULTI_NPU 3.0"], done.stdout + done.stderr[-3000:]
