@@ -108,6 +108,7 @@ def _wrap(spec: ModuleSpec) -> ModuleSpec:
     def exec_module(module: ModuleType) -> None:
         execute(module)
         importlib.import_module("ascend_emulator.ops").install()
+        importlib.import_module("ascend_emulator.fused").install()
 
     loader.exec_module = exec_module
     return spec
