@@ -159,7 +159,9 @@ class Prepared:
             return unpack_bits(dropout_mask)[: self.mask_numbers()], seed, offset
         if seed or offset:
             raise NotImplementedError(
-                "a seed without dropout_mask: the documentation says it is used, torch_npu's source draws another one"
+                "npu_fusion_attention with a seed but without dropout_mask\n"
+                "Why: the documentation says that the seed is used, torch_npu's public source draws another one.\n"
+                "Do: pass torch_npu._npu_dropout_gen_mask(...) as dropout_mask, or use torch.npu.manual_seed."
             )
         seed, offset = draw(None, device, STEPS)
         return self.dropout_again(seed, offset), seed, offset

@@ -38,11 +38,11 @@ def check_mask(mask: torch.Tensor, mode: int, shape: tuple[int, int, int, int], 
         raise RuntimeError(f"atten_mask must be bool or uint8, not {mask.dtype}")
     batch, heads, sq, skv = shape
     if mode in COMPRESSED:
-        if tuple(mask.shape) != COMPRESSED[mode]:
+        if tuple(mask.shape) not in (COMPRESSED[mode], (1, 1, *COMPRESSED[mode])):
             raise RuntimeError(
                 f"atten_mask has shape {tuple(mask.shape)}; sparse_mode {mode} takes the compressed mask {COMPRESSED[mode]}"
             )
-        if mode != 6 and not torch.equal(mask.bool(), _upper_triangle()):
+        if mode != 6 and not torch.equal(mask.view(2048, 2048).bool(), _upper_triangle()):
             raise RuntimeError(
                 f"sparse_mode {mode} takes the compressed mask torch.ones(2048, 2048).triu(1), 1 where a position is hidden; "
                 "this one is different, and an NPU gives wrong results with it"

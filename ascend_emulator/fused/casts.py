@@ -1,17 +1,23 @@
 """Casts of type and of memory format.
 
-The emulated memory has no internal formats: every tensor is plain (ND). torch_npu itself gives plain tensors instead of
-internal formats unless ``torch.npu.config.allow_internal_format`` is set; then a cast to one is refused here.
+The emulated memory has no internal formats: every tensor is plain. A cast to another format keeps the values, and the
+result says that it is plain (NCHW for four dimensions, else ND), with a warning.
 """
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 
 from ascend_emulator.fused.registry import DOCS, SOURCE, formula
 from ascend_emulator.fused.scalar_types import type_of
 
-_PLAIN = {-1: "UNDEFINED", 0: "NCHW", 2: "ND", 30: "NCDHW", 35: "NC", 47: "NCL"}
+_FORMATS = {
+    -1: "UNDEFINED", 0: "NCHW", 1: "NHWC", 2: "ND", 3: "NC1HWC0", 4: "FRACTAL_Z", 12: "NC1HWC0_C04", 16: "HWCN", 27: "NDHWC",
+    29: "FRACTAL_NZ", 30: "NCDHW", 32: "NDC1HWC0", 33: "FRACTAL_Z_3D", 35: "NC", 47: "NCL",
+}  # fmt: skip
+_PLAIN = ("UNDEFINED", "NCHW", "ND", "NCDHW", "NC", "NCL")
 
 
 @formula(
@@ -47,21 +53,20 @@ def plain_dtype_cast_backward(grad: torch.Tensor, dtype: torch.dtype) -> torch.T
     return grad.to(dtype)
 
 
-def _check_format(acl_format: int, device: torch.device) -> None:
-    if acl_format in _PLAIN:
-        return
-    probe = torch.ops.npu.empty_with_format([16, 16], dtype=torch.float16, device=device, acl_format=acl_format)
-    if int(torch.ops.npu.get_npu_format(probe)) == acl_format:
-        raise NotImplementedError(
-            f"the emulator has no memory format {acl_format}: its memory is plain (ND)\n"
-            "Do: leave torch.npu.config.allow_internal_format off; torch_npu then keeps tensors plain by itself."
+def _check_format(acl_format: int) -> None:
+    if acl_format not in _FORMATS:
+        raise RuntimeError(f"{acl_format} is not a memory format of torch_npu; it knows {sorted(_FORMATS)}")
+    if _FORMATS[acl_format] not in _PLAIN:
+        warnings.warn(
+            f"the emulator's memory is plain: a cast to {_FORMATS[acl_format]} keeps the values and stays plain",
+            stacklevel=2,
         )
 
 
-@formula("_npu_format_cast", source=DOCS, checked="the same values, format ND", any_type=True, wants_device=True)
-def format_cast(input: torch.Tensor, acl_format: int, device: torch.device) -> torch.Tensor:
-    """A copy; a format that is not plain is refused if torch_npu would use it. Its derivative is the identity."""
-    _check_format(acl_format, device)
+@formula("_npu_format_cast", source=DOCS, checked="the same values, format as before", any_type=True)
+def format_cast(input: torch.Tensor, acl_format: int) -> torch.Tensor:
+    """A copy in plain memory, whatever format was asked for. Its derivative is the identity."""
+    _check_format(acl_format)
     return input
 
 
@@ -71,11 +76,10 @@ def format_cast(input: torch.Tensor, acl_format: int, device: torch.device) -> t
     checked="the same values",
     refused="customize_dtype input_dtype",
     any_type=True,
-    wants_device=True,
 )
-def format_cast_(input: torch.Tensor, acl_format: int, device: torch.device) -> torch.Tensor:
-    """The tensor itself; a format that is not plain is refused if torch_npu would use it."""
-    _check_format(acl_format, device)
+def format_cast_(input: torch.Tensor, acl_format: int) -> torch.Tensor:
+    """The tensor itself, plain as before."""
+    _check_format(acl_format)
     return input
 
 

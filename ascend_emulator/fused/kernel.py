@@ -74,7 +74,9 @@ class FusedKernel:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    return value is None or (not isinstance(value, torch.Tensor) and value == default)
+    if value is None or isinstance(value, torch.Tensor):
+        return value is None
+    return bool(value == default) or (default is None and not value)
 
 
 def _is_on_npu(value: Any) -> bool:
