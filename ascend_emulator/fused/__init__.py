@@ -11,18 +11,13 @@ import importlib
 import warnings
 from typing import Any
 
-import torch
-
-from ascend_emulator import _torch
-from ascend_emulator.fused.registry import FORMULAS
-
 MODULES = (
     "activations attention attention_v2 attention_v3 casts dropout grouped_matmul losses matmul moe_map moe_routing "
     "moe_tokens norms optimizers overflow rotary shapes sign_bits softmax"
 ).split()
 """Modules that define formulas."""
 
-_library: list[torch.library.Library] = []
+_library: list[Any] = []
 
 
 def load() -> None:
@@ -35,8 +30,12 @@ def install() -> None:
     """Register kernels for all ``npu::`` operators; does nothing the second time."""
     if _library:
         return
+    import torch
+
+    from ascend_emulator import _torch
     from ascend_emulator.fused.fallback import Fallback
     from ascend_emulator.fused.kernel import FusedKernel
+    from ascend_emulator.fused.registry import FORMULAS
 
     load()
     library = torch.library.Library("npu", "IMPL")
@@ -47,14 +46,12 @@ def install() -> None:
             namespace, _, qualified = name.partition("::")
             if namespace != "npu" or not _torch.has_kernel(name, "PrivateUse1"):
                 continue
+            base, _, overload = qualified.partition(".")
+            op = getattr(getattr(torch.ops.npu, base), overload or "default")
             if qualified in FORMULAS:
-                library.impl(
-                    qualified, FusedKernel(_overload(qualified), FORMULAS[qualified]), "PrivateUse1", allow_override=True
-                )
+                library.impl(qualified, FusedKernel(op, FORMULAS[qualified]), "PrivateUse1", allow_override=True)
             else:
-                library.impl(qualified, Fallback(_overload(qualified), name), "BackendSelect", with_keyset=True)
+                library.impl(qualified, Fallback(op, name), "BackendSelect", with_keyset=True)
 
 
-def _overload(qualified: str) -> Any:
-    base, _, overload = qualified.partition(".")
-    return getattr(getattr(torch.ops.npu, base), overload or "default")
+importlib.import_module("torch")  # at the end: torch may import torch_npu, which calls install()
