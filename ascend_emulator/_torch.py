@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +60,30 @@ ROWS: tuple[Row, ...] = (
         "torch/utils/_pytree.py",
         "torch has a public pytree",
     ),
+    Row(
+        "torch._C._ForceDispatchKeyGuard",
+        "Autograd on the CPU inside a kernel, which runs below autograd.",
+        "torch/csrc/utils/python_dispatch.cpp",
+        "torch has a public way to differentiate inside a kernel",
+    ),
+    Row(
+        "torch._C._dispatch_tls_local_exclude_set",
+        "The dispatch keys that a kernel runs without.",
+        "torch/csrc/utils/python_dispatch.cpp",
+        "torch has a public way to differentiate inside a kernel",
+    ),
+    Row(
+        "torch._C._dispatch_tls_local_include_set",
+        "The dispatch keys that a kernel runs with in addition.",
+        "torch/csrc/utils/python_dispatch.cpp",
+        "torch has a public way to differentiate inside a kernel",
+    ),
+    Row(
+        "torch._C._dispatch_keyset_full_after",
+        "To go on to torch_npu's own kernel from a kernel that explains its errors.",
+        "torch/csrc/utils/python_dispatch.cpp",
+        "torch has a public way to call the next kernel",
+    ),
 )
 
 operator_names = torch._C._dispatch_get_all_op_names
@@ -73,3 +99,20 @@ def schema(op: Any) -> Any:
 def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
     """A storage over memory that something else owns."""
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+
+
+@contextmanager
+def autograd_inside_kernel() -> Iterator[None]:
+    """Let operators on CPU tensors record gradients, though the caller runs below autograd."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+def next_kernel(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Go on from a kernel for the key ``BackendSelect`` to the one of the device."""
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    return op.redispatch(keys & after, *args, **kwargs)

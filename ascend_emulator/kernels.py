@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ascend_emulator import _torch, rules, saturation
+from ascend_emulator import _torch, float_status, rules, saturation
 from ascend_emulator._torch import tree_map
 from ascend_emulator.alias import CPU, as_cpu, to_npu
 from ascend_emulator.load import runtime
@@ -166,3 +166,26 @@ class Kernel:
         if not self.returns:
             return None
         return results[0] if len(self.returns) == 1 else tuple(results)
+
+
+class ScalerKernel(Kernel):
+    """The check of a gradient scaler: in saturating mode no gradient is infinite, and the device's flag tells instead.
+
+    The flag is cleared, since ``torch.amp.GradScaler`` does not know of it.
+    """
+
+    def __init__(self, op: Any) -> None:
+        super().__init__(op)
+        self.simple = False
+
+    def __call__(self, grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """Unscale gradients in place and set ``found_inf`` if any is not finite or the device has overflowed."""
+        super().__call__(grads, found_inf, inv_scale)
+        index = found_inf.device.index
+        if saturation.on() and float_status.flag(index):
+            found_inf.fill_(1.0)
+            float_status.clear(index)
+
+
+SPECIAL = {"_amp_foreach_non_finite_check_and_unscale_": ScalerKernel}
+"""Operators with a kernel class of their own."""

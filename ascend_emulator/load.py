@@ -72,13 +72,27 @@ def prepare(devices: int | None = None, soc: str | None = None) -> None:
 
 
 def runtime() -> ctypes.CDLL:
-    """The loaded ``libascendcl.so``."""
-    return _loaded[0]
+    """The loaded ``libascendcl.so``.
+
+    Raises:
+        EmulatorError: The emulator is not active in this process.
+    """
+    return _library(0)
 
 
 def hccl() -> ctypes.CDLL:
-    """The loaded ``libhccl.so``."""
-    return _loaded[1]
+    """The loaded ``libhccl.so``; see :func:`runtime`."""
+    return _library(1)
+
+
+def _library(index: int) -> ctypes.CDLL:
+    if not _loaded:
+        raise EmulatorError(
+            "The emulator is not active in this process.",
+            "Its libraries are loaded before torch is imported.",
+            "Call ascend_emulator.activate(), or run under python -m ascend_emulator.",
+        )
+    return _loaded[index]
 
 
 def _add_paths() -> None:
@@ -120,6 +134,7 @@ def _wrap(spec: ModuleSpec) -> ModuleSpec:
     def exec_module(module: ModuleType) -> None:
         execute(module)
         importlib.import_module("ascend_emulator.ops").install()
+        importlib.import_module("ascend_emulator.fused").install()
 
     loader.exec_module = exec_module
     return spec

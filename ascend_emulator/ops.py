@@ -9,7 +9,7 @@ import torch
 
 from ascend_emulator import _torch
 from ascend_emulator.fast import fast_layer
-from ascend_emulator.kernels import Kernel
+from ascend_emulator.kernels import SPECIAL, Kernel
 
 _TORCH_NPU_OWN = frozenset(
     "empty.memory_format empty_strided as_strided view _reshape_alias set_.source_Storage set_.source_Storage_storage_offset "
@@ -68,7 +68,7 @@ def _install_one(library: torch.library.Library, name: str, qualified: str, simp
     explicit = has(name, "CompositeExplicitAutograd") or has(name, "CompositeExplicitAutogradNonFunctional")
     if not has(name, "CPU") and not (explicit and has(name, "PrivateUse1")):
         return
-    kernel = Kernel(op)
+    kernel = SPECIAL.get(qualified, Kernel)(op)
     if simple is not None and kernel.simple:
         simple[qualified] = kernel.flags
         _layers[qualified] = "cpp"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ascend_emulator
 from ascend_emulator.build import LIBRARIES, build
 from ascend_emulator.errors import EmulatorError
 
@@ -103,3 +104,8 @@ def test_eight_processes_may_build_at_once(tmp_path: Path) -> None:
     folders = {p.communicate(timeout=120)[0] for p in processes}
     assert len(folders) == 1 and all(p.returncode == 0 for p in processes)
     assert [p.name for p in (tmp_path / "ascend_emulator").iterdir()] == [Path(folders.pop().strip()).name]
+
+
+def test_functions_of_an_inactive_emulator_say_so() -> None:
+    with pytest.raises(EmulatorError, match="not active in this process"):
+        ascend_emulator.traffic()

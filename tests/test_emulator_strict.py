@@ -78,6 +78,13 @@ def test_saturating_mode(either: tuple[str, NpuPool]) -> None:
     assert seen["afterwards"] == ([inf, inf], 1, 107000)
 
 
+def test_loss_scaling_and_own_operators_in_saturating_mode(npu_pool: NpuPool) -> None:
+    """D53: the scaler backs off by the device's flag, as no gradient becomes infinite."""
+    (seen,) = npu_pool.run(1, strict.scaler_and_fused)
+    assert seen["scales"] == [(512.0, True), (512.0, False)]
+    assert seen["fused"] == [[MAX] * 4] and seen["flag"]
+
+
 def test_an_older_soc_has_no_bfloat16_and_saturates() -> None:
     pool = NpuPool(ASCEND_EMULATOR_SOC="Ascend910A")
     try:
