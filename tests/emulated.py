@@ -52,6 +52,8 @@ def operators() -> list[str]:
 
 def rules() -> dict[str, Any]:
     """In-place, out=, mixed devices, memory limits, random states, direct operators, streams."""
+    import torch_npu
+
     seen: dict[str, Any] = {}
     x = torch.arange(6.0, device=here()).view(2, 3)
     x.t().mul_(2)
@@ -84,6 +86,7 @@ def rules() -> dict[str, Any]:
         event.record()
     torch.npu.current_stream().wait_event(event)
     seen["streams"] = (y - 1).cpu().equal(x.cpu())
+    seen["another format, the same values"] = torch_npu.npu_format_cast(x, 0).cpu().equal(x.cpu())
     return seen
 
 

@@ -41,7 +41,7 @@ def test_rules_of_the_device(npu_pool: NpuPool) -> None:
     assert seen["mixed"].startswith("RuntimeError: Expected all tensors to be on the same device")
     assert seen["device"].startswith("RuntimeError")
     assert seen["memory"].startswith("OutOfMemoryError")
-    for rule in ("random state", "random moves on", "memory is counted", "streams"):
+    for rule in ("random state", "random moves on", "memory is counted", "streams", "another format, the same values"):
         assert seen[rule] is True, rule
 
 
