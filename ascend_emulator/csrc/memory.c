@@ -112,12 +112,41 @@ int aclrtFreeHost(void *address) {
   free(address);
   return EMU_OK;
 }
-int aclrtHostRegister(void *address, uint64_t bytes, int type, void **device) {
-  *device = address;
+/* Host memory that a device may use: registered once, and unregistered at most once. */
+typedef struct Registered {
+  void *address;
+  struct Registered *next;
+} Registered;
+static Registered *registered;
+
+static int register_host(void *address, uint64_t bytes) {
+  if (!address || !bytes) {
+    emu_fail("%p with %lu bytes is no host memory to register", address, (unsigned long)bytes);
+    return EMU_INVALID_PARAM;
+  }
+  Registered *r = malloc(sizeof *r);
+  pthread_mutex_lock(&lock);
+  *r = (Registered){address, registered};
+  registered = r;
+  pthread_mutex_unlock(&lock);
   return EMU_OK;
 }
-int aclrtHostRegisterV2(void *address, uint64_t bytes, uint32_t flags) { return EMU_OK; }
-int aclrtHostUnregister(void *address) { return EMU_OK; }
+int aclrtHostRegister(void *address, uint64_t bytes, int type, void **device) {
+  *device = address;
+  return register_host(address, bytes);
+}
+int aclrtHostRegisterV2(void *address, uint64_t bytes, uint32_t flags) { return register_host(address, bytes); }
+int aclrtHostUnregister(void *address) {
+  pthread_mutex_lock(&lock);
+  Registered **link = &registered;
+  while (*link && (*link)->address != address) link = &(*link)->next;
+  Registered *r = *link;
+  if (r) *link = r->next;
+  pthread_mutex_unlock(&lock);
+  if (!r) emu_fail("%p is no registered host memory", address);
+  free(r);
+  return r ? EMU_OK : EMU_INVALID_PARAM;
+}
 
 typedef struct {
   struct {
