@@ -73,6 +73,11 @@ class _Devices:
 
 
 def _different(name: str, one: object, other: object) -> RuntimeError:
+    if CPU in (one, other):  # the words of torch_npu
+        return RuntimeError(
+            "Expected all tensors to be on the same device. Expected NPU tensor, please check whether the input tensor "
+            f"device is correct. ({name}: {one} and {other})"
+        )
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! ({name})"
     )
