@@ -70,6 +70,11 @@ class _Devices:
 
 
 def _different(name: str, one: object, other: object) -> RuntimeError:
+    if CPU in (one, other):  # the words of torch_npu
+        return RuntimeError(
+            "Expected all tensors to be on the same device. Expected NPU tensor, please check whether the input tensor "
+            f"device is correct. ({name}: {one} and {other})"
+        )
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! ({name})"
     )
@@ -113,7 +118,8 @@ class Kernel:
         result = self._run(list(cpu_args), cpu_kwargs, device)
         if devices.elsewhere:
             return result
-        if self.flags & rules.SATURATES and saturation.on():
+        computes = self.flags & rules.SATURATES or (self.flags & rules.CASTS and len(devices.types) > 1)
+        if computes and saturation.on():
             saturation.clamp([cpu_args[i] if i < len(cpu_args) else cpu_kwargs.get(n) for i, n in self.written], device)
             saturation.clamp(result, device)
         if isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16:

@@ -65,7 +65,8 @@ def prepare(devices: int | None = None, soc: str | None = None) -> None:
     _add_paths()
     if not _loaded:
         folder = build()
-        _loaded.extend(ctypes.CDLL(str(folder / f"lib{name}.so")) for name in LIBRARIES)
+        mode = ctypes.RTLD_GLOBAL  # so that a preloaded library finds the functions that it wraps
+        _loaded.extend(ctypes.CDLL(str(folder / f"lib{name}.so"), mode) for name in LIBRARIES)
         importlib.import_module("ascend_emulator.faults").from_environment()
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ _TORCH_NPU_OWN = frozenset(
     "empty.memory_format empty_strided as_strided view _reshape_alias set_.source_Storage set_.source_Storage_storage_offset "
     "set_ set_.source_Tensor resize_ detach alias unfold record_stream is_pinned _pin_memory pin_memory is_set_to "
     "view_as_real view_as_complex unsafe_split split expand _local_scalar_dense transpose t slice select unsqueeze squeeze "
-    "permute lift lift_fresh empty_with_format".split()
+    "permute lift lift_fresh empty_with_format _to_copy".split()
 )
 """Memory and views: torch_npu's own code does these right, without launching a kernel."""
 

@@ -29,7 +29,7 @@ namespace {
 
 using torch::jit::Stack;
 
-enum Flags : int64_t { MIXED = 1, NO_FLOAT64 = 2, SATURATES = 4 }; // as in rules.py
+enum Flags : int64_t { MIXED = 1, NO_FLOAT64 = 2, SATURATES = 4, CASTS = 8 }; // as in rules.py
 
 bool on_npu(const at::Tensor& t) {
   return t.defined() && t.device().type() == c10::DeviceType::PrivateUse1;
@@ -79,9 +79,13 @@ struct Call {
   const c10::FunctionSchema& schema;
   int64_t flags;
   std::optional<c10::Device> device;
-  bool any_npu = false, any_cpu = false, elsewhere = false;
+  bool any_npu = false, any_cpu = false, elsewhere = false, several_types = false;
+  at::ScalarType type = at::ScalarType::Undefined;
 
   [[noreturn]] void different(c10::Device other) const {
+    if (other.is_cpu()) // the words of torch_npu
+      TORCH_CHECK(false, "Expected all tensors to be on the same device. Expected NPU tensor, please check whether the input tensor "
+                  "device is correct. (", schema.name(), ": ", *device, " and cpu)");
     TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ", other,
                 "! (", schema.name(), ")");
   }
@@ -98,6 +102,8 @@ struct Call {
     }
     if (any_npu && *device != t.device() && !(flags & MIXED)) different(t.device());
     if (flags & NO_FLOAT64 && t.scalar_type() == at::kDouble) refuse_float64();
+    several_types |= any_npu && type != t.scalar_type();
+    type = t.scalar_type();
     any_npu = true;
     device = t.device();
     return as_cpu(t);
@@ -162,7 +168,8 @@ class Kernel : public c10::OperatorKernel {
     for (size_t i = 0; i < count; i++) call.convert((*stack)[first + i]);
     const auto device = call.result_device();
     if (pin_ >= 0 && !(*stack)[first + pin_].isNone()) (*stack)[first + pin_] = false;
-    const bool saturating = emu_saturate && flags_ & SATURATES && !call.elsewhere;
+    const bool computes = flags_ & SATURATES || (flags_ & CASTS && call.several_types);
+    const bool saturating = emu_saturate && computes && !call.elsewhere;
     c10::SmallVector<c10::IValue, 2> computed;
     for (int place : written_)
       if (saturating) computed.push_back((*stack)[first + place]);
