@@ -28,3 +28,18 @@ def to_npu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.numel():
         as_cpu(out).copy_(tensor)
     return out
+
+
+def follow(tensor: torch.Tensor, alias: torch.Tensor) -> None:
+    """Give an NPU tensor the shape, strides and values that a CPU kernel gave to the tensor that stood for it."""
+    if tensor.device.type != "npu":
+        return
+    if alias.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        if alias.size() != tensor.size() or alias.stride() != tensor.stride():
+            tensor.set_(tensor.untyped_storage(), alias.storage_offset(), alias.size(), alias.stride())
+        return
+    if alias.size() != tensor.size() or alias.stride() != tensor.stride():
+        tensor.set_(tensor.untyped_storage(), 0, (0,), (1,)).resize_(-(-alias.untyped_storage().nbytes() // alias.itemsize))
+        tensor.set_(tensor.untyped_storage(), alias.storage_offset(), alias.size(), alias.stride())
+    if alias.numel():
+        as_cpu(tensor).copy_(alias)

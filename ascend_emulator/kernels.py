@@ -10,6 +10,7 @@ operators that need neither random numbers nor ``out=``, and faster.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from ascend_emulator import _torch, rules, saturation
 from ascend_emulator._torch import tree_map
-from ascend_emulator.alias import CPU, as_cpu, to_npu
+from ascend_emulator.alias import CPU, as_cpu, follow, to_npu
 from ascend_emulator.load import runtime
 from ascend_emulator.random_state import cpu_generator, seeded_default
 
@@ -145,24 +146,37 @@ class Kernel:
         return value
 
     def _into_outs(self, args: Any, cpu_kwargs: dict[str, Any], kwargs: dict[str, Any], device: torch.device) -> Any:
-        """Compute into fresh tensors, then grow and fill the caller's."""
-        fresh = {
-            n: tree_map(lambda t: torch.empty(0, dtype=t.dtype) if isinstance(t, torch.Tensor) else t, kwargs.get(n))
-            for n in self.outs
-        }
-        self._run(list(args), {**cpu_kwargs, **fresh}, device)
+        """Compute into the caller's memory; a tensor that grows, shrinks or changes its strides does so on the NPU too."""
+        try:
+            self._run(list(args), cpu_kwargs, device)
+        except RuntimeError as error:
+            if "not resizable" not in str(error):
+                raise
+            cpu_kwargs = self._growing(args, cpu_kwargs)
+            self._run(list(args), cpu_kwargs, device)
+        values = [cpu_kwargs.get(n) for n in self.outs]
         if self.flags & rules.SATURATES and saturation.on():
-            saturation.clamp(list(fresh.values()), device)
-        for name in self.outs:
-            targets, values = kwargs.get(name), fresh[name]
-            if isinstance(targets, torch.Tensor):
-                targets, values = [targets], [values]
-            for target, value in zip(targets or (), values or (), strict=True):
-                if target.size() != value.size():
-                    target.resize_(value.size())
-                if value.numel():
-                    as_cpu(target).copy_(value)
+            saturation.clamp(values, device)
         results = [kwargs.get(n) for n in self.outs]
+        for target, value in zip(_tensors(results), _tensors(values), strict=True):
+            follow(target, value)
         if not self.returns:
             return None
         return results[0] if len(self.returns) == 1 else tuple(results)
+
+    def _growing(self, args: Any, cpu_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Foreign memory cannot grow, so the CPU kernel makes its own; it may not read what it replaces."""
+        outs = {n: cpu_kwargs.get(n) for n in self.outs}
+        inputs = _tensors([*args, *(v for n, v in cpu_kwargs.items() if n not in outs)])
+        memory = {id(t.untyped_storage()) for t in inputs}
+        if any(id(t.untyped_storage()) in memory for t in _tensors(outs.values())):
+            raise RuntimeError(
+                "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
+                f"location, and the latter must grow. Please clone() the tensor before performing the operation. ({self.name})"
+            )
+        fresh = tree_map(lambda v: torch.empty(0, dtype=v.dtype) if isinstance(v, torch.Tensor) else v, outs)
+        return {**cpu_kwargs, **fresh}
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [t for v in values for t in (v if isinstance(v, (list, tuple)) else [v]) if isinstance(t, torch.Tensor)]

@@ -1,0 +1,50 @@
+"""Rank functions about the operator layer: cases that were wrong once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+
+def _out(make: Any) -> tuple[Any, ...]:
+    """What ``torch.mul(x, 2, out=...)`` does to a tensor, on the CPU and on the NPU."""
+    seen = []
+    for device in ("cpu", "npu"):
+        given = make(device)
+        before = given.data_ptr()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = torch.mul(torch.arange(6.0, device=device).view(2, 3), 2, out=given)
+        moved = given.data_ptr() != before
+        seen.append(
+            (result is given, moved, given.stride(), given.tolist(), sum("was resized" in str(w.message) for w in caught))
+        )
+    return tuple(seen)
+
+
+def out_tensors() -> dict[str, tuple[Any, ...]]:
+    """``out=`` tensors that fit, grow, shrink or are strided: the same on both devices."""
+    return {
+        "fits": _out(lambda d: torch.empty(2, 3, device=d)),
+        "strided": _out(lambda d: torch.zeros(4, 2, device=d)[1:].t()),
+        "empty": _out(lambda d: torch.empty(0, device=d)),
+        "shrinks": _out(lambda d: torch.empty(3, 3, device=d)),
+        "part of a buffer": _out(lambda d: torch.empty(12, device=d)[3:9].view(2, 3)),
+        "grows": _out(lambda d: torch.empty(1, 3, device=d)),
+    }
+
+
+def out_layout() -> dict[str, tuple[Any, Any]]:
+    """Results whose layout the CPU kernel chooses: strides on the CPU and on the NPU."""
+    strides = []
+    for device in ("cpu", "npu"):
+        a, b = torch.eye(4, device=device)[:, :3], torch.ones(4, 3, device=device)
+        images = torch.ones(1, 2, 3, 3, device=device).to(memory_format=torch.channels_last)
+        strides.append({
+            "lstsq": torch.linalg.lstsq(a, b).solution.stride(),
+            "qr": torch.linalg.qr(a).Q.stride(),
+            "cat": torch.cat([images, images], out=torch.empty(0, device=device)).stride(),
+        })  # fmt: skip
+    return {name: (strides[0][name], strides[1][name]) for name in strides[0]}
