@@ -39,7 +39,7 @@ class _Devices:
     def __init__(self, name: str, flags: int) -> None:
         self.name, self.mixed = name, bool(flags & rules.MIXED)
         self.device: torch.device | None = None
-        self.elsewhere = self.any_cpu = self.any_npu = False
+        self.elsewhere = self.any_cpu = self.any_npu = self.scalars = False
         self.types: set[torch.dtype] = set()
 
     def convert(self, value: Any) -> Any:
@@ -60,7 +60,13 @@ class _Devices:
             self.any_npu, self.device = True, tensor.device
             return as_cpu(tensor)
         self.any_cpu |= tensor.dim() > 0
+        self.scalars = True
         return tensor
+
+    def check_written(self, values: Iterable[Any]) -> None:
+        """A zero-dimensional CPU tensor may be read, but not written."""
+        if self.any_npu and not self.mixed and any(t.device.type == "cpu" for t in _tensors(values)):
+            raise _different(self.name, self.device, CPU)
 
     def result_device(self) -> torch.device:
         if self.any_npu and self.any_cpu and not self.mixed:
@@ -106,6 +112,8 @@ class Kernel:
         devices = _Devices(self.name, self.flags)
         cpu_args, cpu_kwargs = tree_map(devices.convert, (args, kwargs))
         device = devices.result_device()
+        if devices.scalars:
+            devices.check_written([*(args[i] if i < len(args) else kwargs.get(n) for i, n in self.written), *map(kwargs.get, self.outs)])
         if self.pins and "pin_memory" in cpu_kwargs:
             cpu_kwargs["pin_memory"] = False
         rules.check_types(self.name, self.flags, devices.types)

@@ -37,7 +37,7 @@ def test_mixed_devices(either: tuple[str, NpuPool]) -> None:
     (seen,) = either[1].run(1, strict.mixed_devices)
     for name in ("two npus", "in a list"):
         assert "found at least two devices, npu:0 and npu:1!" in seen[name], seen
-    for name in ("npu and cpu", "out"):
+    for name in ("npu and cpu", "out", "zero-dim out", "zero-dim in place"):
         assert "found at least two devices, npu:0 and cpu!" in seen[name], seen
     assert seen["zero-dim cpu"] == "accepted: 6.0"
     assert seen["copy"] == "accepted: 6.0"

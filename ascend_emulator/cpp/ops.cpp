@@ -79,7 +79,7 @@ struct Call {
   const c10::FunctionSchema& schema;
   int64_t flags;
   std::optional<c10::Device> device;
-  bool any_npu = false, any_cpu = false, elsewhere = false;
+  bool any_npu = false, any_cpu = false, cpu_written = false, elsewhere = false;
 
   [[noreturn]] void different(c10::Device other) const {
     TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ", other,
@@ -125,8 +125,15 @@ struct Call {
     }
   }
 
+  // A zero-dimensional CPU tensor may be read, but not written.
+  void note_written(const c10::IValue& value) {
+    if (value.isTensor()) cpu_written |= value.toTensor().defined() && !on_npu(value.toTensor());
+    else if (value.isTensorList())
+      for (const at::Tensor& t : value.toTensorList()) cpu_written |= !on_npu(t);
+  }
+
   c10::Device result_device() const {
-    if (any_npu && any_cpu && !(flags & MIXED)) different(c10::Device(c10::kCPU));
+    if (any_npu && (any_cpu || cpu_written) && !(flags & MIXED)) different(c10::Device(c10::kCPU));
     if (device && device->has_index()) return *device;
     return c10::Device(c10::DeviceType::PrivateUse1, c10_npu::getCurrentNPUStream().device_index());
   }
@@ -159,6 +166,7 @@ class Kernel : public c10::OperatorKernel {
     c10::SmallVector<c10::IValue, 2> written;
     for (int place : places_) written.push_back(place < 0 ? c10::IValue() : (*stack)[first + place]);
     Call call{schema, flags_, {}};
+    for (int place : written_) call.note_written((*stack)[first + place]);
     for (size_t i = 0; i < count; i++) call.convert((*stack)[first + i]);
     const auto device = call.result_device();
     if (pin_ >= 0 && !(*stack)[first + pin_].isNone()) (*stack)[first + pin_] = false;
