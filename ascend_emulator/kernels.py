@@ -40,6 +40,8 @@ class _Devices:
         self.name, self.mixed = name, bool(flags & rules.MIXED)
         self.device: torch.device | None = None
         self.elsewhere = self.any_cpu = self.any_npu = self.scalars = False
+        self.storages: dict[int, tuple[Any, Any]] = {}
+        self.aliases: dict[int, torch.Tensor] = {}
         self.types: set[torch.dtype] = set()
 
     def convert(self, value: Any) -> Any:
@@ -58,7 +60,9 @@ class _Devices:
                 raise _different(self.name, self.device, tensor.device)
             self.types.add(tensor.dtype)
             self.any_npu, self.device = True, tensor.device
-            return as_cpu(tensor)
+            if id(tensor) not in self.aliases:
+                self.aliases[id(tensor)] = as_cpu(tensor, self.storages)
+            return self.aliases[id(tensor)]
         self.any_cpu |= tensor.dim() > 0
         self.scalars = True
         return tensor

@@ -48,3 +48,27 @@ def out_layout() -> dict[str, tuple[Any, Any]]:
             "cat": torch.cat([images, images], out=torch.empty(0, device=device)).stride(),
         })  # fmt: skip
     return {name: (strides[0][name], strides[1][name]) for name in strides[0]}
+
+
+def overlaps() -> dict[str, tuple[str, str]]:
+    """Operands that overlap what is written: what the CPU and the NPU say."""
+
+    def error(call: Any) -> str:
+        try:
+            return f"accepted: {call().tolist()}"
+        except RuntimeError as refusal:
+            return str(refusal).partition(".")[0]
+
+    def cases(device: str) -> dict[str, Any]:
+        x, none = torch.arange(6.0, device=device), torch.empty(0, device=device)
+        return {
+            "shifted in place": lambda: x[1:].add_(x[:-1]),
+            "shifted out": lambda: torch.neg(x[1:], out=x[:-1]),
+            "itself": lambda: torch.zeros(2, device=device).add_(1).mul_(2),
+            "expanded": lambda: torch.zeros(1, device=device).expand(3).add_(1),
+            "input that grows": lambda: torch.cat([x, none], out=none),
+            "same tensor": lambda: torch.mul(x, x, out=x),
+        }
+
+    cpu, npu = cases("cpu"), cases("npu")
+    return {name: (error(cpu[name]), error(npu[name])) for name in cpu}

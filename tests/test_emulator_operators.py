@@ -18,3 +18,10 @@ def test_out_tensors(npu_pool: NpuPool) -> None:
 def test_layout_that_the_kernel_chooses(npu_pool: NpuPool) -> None:
     (seen,) = npu_pool.run(1, operator_cases.out_layout)
     assert [name for name, (cpu, npu) in seen.items() if cpu != npu] == []
+
+
+def test_overlapping_operands(either: tuple[str, NpuPool]) -> None:
+    """What the CPU's kernels refuse to write while they read it."""
+    (seen,) = either[1].run(1, operator_cases.overlaps)
+    assert [name for name, (cpu, npu) in seen.items() if cpu != npu] == []
+    assert [name for name, (cpu, _) in seen.items() if cpu.startswith("accepted")] == ["itself", "same tensor"]

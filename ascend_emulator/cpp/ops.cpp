@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 extern "C" {
@@ -35,11 +36,13 @@ bool on_npu(const at::Tensor& t) {
   return t.defined() && t.device().type() == c10::DeviceType::PrivateUse1;
 }
 
-at::Tensor as_cpu(const at::Tensor& t) {
-  TORCH_CHECK(t.layout() == at::kStrided, "The emulated NPU holds dense tensors only, not layout ", t.layout());
-  auto* owner = new c10::Storage(t.storage());
+c10::Storage as_cpu(const c10::Storage& storage) {
+  auto* owner = new c10::Storage(storage);
   c10::DataPtr pointer(owner->mutable_data(), owner, [](void* o) { delete static_cast<c10::Storage*>(o); }, c10::Device(c10::kCPU));
-  c10::Storage storage(c10::Storage::use_byte_size_t(), owner->nbytes(), std::move(pointer), nullptr, false);
+  return c10::Storage(c10::Storage::use_byte_size_t(), owner->nbytes(), std::move(pointer), nullptr, false);
+}
+
+at::Tensor as_cpu(const at::Tensor& t, c10::Storage storage) {
   auto alias = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
   auto* impl = alias.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
@@ -56,7 +59,7 @@ at::Tensor to_npu(const at::Tensor& t, c10::Device device) {
   if (t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg()) {
     std::memcpy(out.storage().mutable_data(), t.const_data_ptr(), t.nbytes());
   } else {
-    as_cpu(out).copy_(t);
+    as_cpu(out, as_cpu(out.storage())).copy_(t);
   }
   return out;
 }
@@ -80,6 +83,9 @@ struct Call {
   int64_t flags;
   std::optional<c10::Device> device;
   bool any_npu = false, any_cpu = false, cpu_written = false, elsewhere = false;
+  // Operands that are one tensor, or share memory, do so on the CPU too: so kernels see which overlap.
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> aliases;
+  std::unordered_map<const c10::StorageImpl*, c10::Storage> storages;
 
   [[noreturn]] void different(c10::Device other) const {
     TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ", other,
@@ -98,9 +104,16 @@ struct Call {
     }
     if (any_npu && *device != t.device() && !(flags & MIXED)) different(t.device());
     if (flags & NO_FLOAT64 && t.scalar_type() == at::kDouble) refuse_float64();
+    TORCH_CHECK(t.layout() == at::kStrided, "The emulated NPU holds dense tensors only, not layout ", t.layout());
     any_npu = true;
     device = t.device();
-    return as_cpu(t);
+    auto& alias = aliases[t.unsafeGetTensorImpl()];
+    if (!alias.defined()) {
+      auto& storage = storages[t.storage().unsafeGetStorageImpl()];
+      if (!storage) storage = as_cpu(t.storage());
+      alias = as_cpu(t, storage);
+    }
+    return alias;
   }
 
   void convert(c10::IValue& value) {
