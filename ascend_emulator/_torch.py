@@ -53,6 +53,12 @@ ROWS: tuple[Row, ...] = (
         "OpOverload exposes its schema publicly",
     ),
     Row(
+        "torch._C._should_allow_numbers_as_tensors",
+        "Numbers that torch had turned into tensors reach Python as numbers; not every overload takes them back.",
+        "torch/csrc/autograd/init.cpp",
+        "Python kernels receive such tensors as tensors",
+    ),
+    Row(
         "torch.utils._pytree.tree_map",
         "Arguments nest tensors in lists.",
         "torch/utils/_pytree.py",
@@ -63,6 +69,7 @@ ROWS: tuple[Row, ...] = (
 operator_names = torch._C._dispatch_get_all_op_names
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 neg_view = torch._neg_view
+takes_numbers = torch._C._should_allow_numbers_as_tensors
 
 
 def schema(op: Any) -> Any:

@@ -99,6 +99,8 @@ class Kernel:
         self.flags = rules.flags(op)
         self.generator = next((i for i, a in enumerate(schema.arguments) if a.name == "generator"), None)
         self.seeded = torch.Tag.nondeterministic_seeded in op.tags
+        takes_numbers = _torch.takes_numbers(schema.name.partition("::")[2])
+        self.tensors = [] if takes_numbers else [i for i, a in enumerate(schema.arguments) if str(a.type) == "Tensor"]
         self.pins = any(a.name == "pin_memory" for a in schema.arguments)
         written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
         self.written = [(i, a.name) for i, a in written if not a.kwarg_only]
@@ -143,9 +145,12 @@ class Kernel:
                 args[self.generator] = cpu_generator(args[self.generator], device)
             else:
                 kwargs = {**kwargs, "generator": cpu_generator(kwargs.get("generator"), device)}
+        op = self.op
+        if any(isinstance(args[i], (int, float, complex)) for i in self.tensors if i < len(args)):
+            op = op.overloadpacket  # a number that torch had made a tensor of: the overload for numbers
         own_stream = seeded_default(device) if self.seeded and self.generator is None else nullcontext()
         with own_stream:
-            return self.op(*args, **kwargs)
+            return op(*args, **kwargs)
 
     def _back(self, place: tuple[int, str] | None, value: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         if place is not None:

@@ -72,3 +72,14 @@ def overlaps() -> dict[str, tuple[str, str]]:
 
     cpu, npu = cases("cpu"), cases("npu")
     return {name: (error(cpu[name]), error(npu[name])) for name in cpu}
+
+
+def numbers() -> list[list[float]]:
+    """A number where an operator's schema has a tensor."""
+    x = torch.ones(2, device="npu")
+    return [
+        torch.copysign(x, -3.0).tolist(),
+        torch.copysign(x, -3.0, out=torch.empty(2, device="npu")).tolist(),
+        torch.mul(x, 2.0, out=torch.empty(2, device="npu")).tolist(),
+        x.clone().copysign_(-1.0).tolist(),
+    ]

@@ -25,3 +25,7 @@ def test_overlapping_operands(either: tuple[str, NpuPool]) -> None:
     (seen,) = either[1].run(1, operator_cases.overlaps)
     assert [name for name, (cpu, npu) in seen.items() if cpu != npu] == []
     assert [name for name, (cpu, _) in seen.items() if cpu.startswith("accepted")] == ["itself", "same tensor"]
+
+
+def test_numbers_in_place_of_tensors(either: tuple[str, NpuPool]) -> None:
+    assert either[1].run(1, operator_cases.numbers) == [[[-1.0, -1.0], [-1.0, -1.0], [2.0, 2.0], [-1.0, -1.0]]]
