@@ -56,7 +56,7 @@ at::Tensor to_npu(const at::Tensor& t, c10::Device device) {
   TORCH_CHECK(t.layout() == at::kStrided, "The emulated NPU holds dense tensors only, not layout ", t.layout());
   auto out = at::empty_strided(t.sizes(), t.strides(), t.options().device(device).pinned_memory(false));
   if (!t.numel()) return out;
-  if (t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg()) {
+  if (t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg() && !t._is_zerotensor()) {
     std::memcpy(out.storage().mutable_data(), t.const_data_ptr(), t.nbytes());
   } else {
     as_cpu(out, as_cpu(out.storage())).copy_(t);
