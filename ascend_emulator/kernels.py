@@ -119,7 +119,9 @@ class Kernel:
         cpu_args, cpu_kwargs = tree_map(devices.convert, (args, kwargs))
         device = devices.result_device()
         if devices.scalars:
-            devices.check_written([*(args[i] if i < len(args) else kwargs.get(n) for i, n in self.written), *map(kwargs.get, self.outs)])
+            devices.check_written(
+                [*(args[i] if i < len(args) else kwargs.get(n) for i, n in self.written), *map(kwargs.get, self.outs)]
+            )
         if self.pins and "pin_memory" in cpu_kwargs:
             cpu_kwargs["pin_memory"] = False
         rules.check_types(self.name, self.flags, devices.types)

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 
 def _out(make: Any) -> tuple[Any, ...]:
@@ -83,3 +84,28 @@ def numbers() -> list[list[float]]:
         torch.mul(x, 2.0, out=torch.empty(2, device="npu")).tolist(),
         x.clone().copysign_(-1.0).tolist(),
     ]
+
+
+def derivatives() -> list[str]:
+    """Operators whose derivative torch_npu brings itself, or that torch makes of others: names of gradients that differ."""
+    index = torch.tensor([[0, 1, 1], [2, 0, 1]])
+    cases: dict[str, Any] = {
+        "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x.detach().sigmoid()),
+        "renorm": lambda x: x.renorm(2, 0, 0.5),
+        "gather": lambda x: x.gather(1, index.to(x.device)),
+        "silu": F.silu,
+        "mish": F.mish,
+        "rfft": lambda x: torch.view_as_real(torch.fft.rfft(x)),
+        "sgn": torch.sgn,  # its gradient is a zero tensor without memory
+    }
+    wrong = []
+    for name, function in cases.items():
+        gradients = []
+        for device in ("cpu", "npu"):
+            x = torch.linspace(-1, 2, 6).view(2, 3).to(device).requires_grad_()
+            function(x).square().sum().backward()
+            assert x.grad is not None
+            gradients.append(x.grad.cpu())
+        if not torch.equal(*gradients):
+            wrong.append(name)
+    return wrong

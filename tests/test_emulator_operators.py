@@ -29,3 +29,7 @@ def test_overlapping_operands(either: tuple[str, NpuPool]) -> None:
 
 def test_numbers_in_place_of_tensors(either: tuple[str, NpuPool]) -> None:
     assert either[1].run(1, operator_cases.numbers) == [[[-1.0, -1.0], [-1.0, -1.0], [2.0, 2.0], [-1.0, -1.0]]]
+
+
+def test_derivatives_are_torchs(either: tuple[str, NpuPool]) -> None:
+    assert either[1].run(1, operator_cases.derivatives) == [[]]
