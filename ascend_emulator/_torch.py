@@ -55,6 +55,18 @@ ROWS: tuple[Row, ...] = (
         "OpOverload exposes its schema publicly",
     ),
     Row(
+        "torch._C._should_allow_numbers_as_tensors",
+        "Numbers that torch had turned into tensors reach Python as numbers; not every overload takes them back.",
+        "torch/csrc/autograd/init.cpp",
+        "Python kernels receive such tensors as tensors",
+    ),
+    Row(
+        "torch.ops.aten.add.Tensor._op_dk",
+        "torch's derivative of an operator for which torch_npu registers its own.",
+        "torch/_ops.py",
+        "an operator can be called with the kernel of another dispatch key publicly",
+    ),
+    Row(
         "torch.utils._pytree.tree_map",
         "Arguments nest tensors in lists.",
         "torch/utils/_pytree.py",
@@ -89,11 +101,17 @@ ROWS: tuple[Row, ...] = (
 operator_names = torch._C._dispatch_get_all_op_names
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 neg_view = torch._neg_view
+takes_numbers = torch._C._should_allow_numbers_as_tensors
 
 
 def schema(op: Any) -> Any:
     """The schema of an operator overload."""
     return op._schema
+
+
+def torchs_autograd(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator overload through torch's own autograd kernel; what it calls goes where its tensors are."""
+    return op._op_dk(torch._C.DispatchKey.Autograd, *args, **kwargs)
 
 
 def storage_at(address: int, device: torch.device, nbytes: int) -> Any:

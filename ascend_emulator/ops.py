@@ -59,7 +59,8 @@ def _install_one(library: torch.library.Library, name: str, qualified: str, simp
     if torch.Tag.inplace_view in op.tags or any(r.alias_info and not r.alias_info.is_write for r in _torch.schema(op).returns):
         return  # changes or shares metadata only: torch_npu's own
     has = _torch.has_kernel
-    if has(name, "CompositeImplicitAutograd"):
+    own_autograd = has(name, "Autograd")
+    if has(name, "CompositeImplicitAutograd") and not (own_autograd and has(name, "CPU")):
         overridden = [k for k in ("AutogradPrivateUse1", "PrivateUse1") if has(name, k)]
         for key in ("AutogradPrivateUse1", "PrivateUse1") if overridden else ():
             library.impl(qualified, _decompose(op), key, allow_override=True)
@@ -75,6 +76,17 @@ def _install_one(library: torch.library.Library, name: str, qualified: str, simp
     else:
         library.impl(qualified, kernel, "PrivateUse1", allow_override=True)
         _layers[qualified] = "python"
+    if own_autograd and has(name, "AutogradPrivateUse1"):
+        library.impl(qualified, _torchs_autograd(op), "AutogradPrivateUse1", allow_override=True)
+
+
+def _torchs_autograd(op: Any) -> Any:
+    """torch_npu's own derivative starts NPU kernels by itself; torch's is made of operators."""
+
+    def differentiable(*args: Any, **kwargs: Any) -> Any:
+        return _torch.torchs_autograd(op, *args, **kwargs)
+
+    return differentiable
 
 
 def _decompose(op: Any) -> Any:

@@ -28,3 +28,17 @@ def npu_pool() -> Iterator[NpuPool]:
     pool = NpuPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def python_pool() -> Iterator[NpuPool]:
+    """A machine whose operators all run in the Python layer."""
+    pool = NpuPool(ASCEND_EMULATOR_OPS="python")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session", params=["cpp", "python"])
+def either(request: pytest.FixtureRequest) -> tuple[str, NpuPool]:
+    """Each operator layer in turn."""
+    return request.param, request.getfixturevalue("npu_pool" if request.param == "cpp" else "python_pool")

@@ -98,7 +98,7 @@ def refused_types() -> dict[str, str]:
     for dtype in (torch.float64, torch.uint8, torch.uint64):
         for name in ("all_reduce", "reduce_scatter"):
             try:
-                t = torch.tensor([1, 2], device=here()).to(dtype)
+                t = torch.tensor([1, 2]).to(dtype).to(here())
                 if name == "all_reduce":
                     dist.all_reduce(t)
                 else:

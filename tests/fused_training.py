@@ -190,6 +190,6 @@ def rules() -> dict[str, str]:
         "own code": str(torch_npu.npu_reshape(x, (4, 4)).shape),
         "cpu": error_of(lambda: torch_npu.npu_rms_norm(x, gamma.cpu())),
         "other device": error_of(lambda: torch_npu.npu_rms_norm(x, elsewhere)),
-        "float64": error_of(lambda: torch_npu.npu_rms_norm(x.double(), gamma.double())),
+        "float64": error_of(lambda: torch_npu.npu_rms_norm(x.cpu().double().npu(), gamma.cpu().double().npu())),
         "odd": error_of(lambda: torch_npu.npu_swiglu(x[:, :7])),
     }

@@ -48,6 +48,8 @@ def mixed_devices() -> dict[str, str]:
         "npu and cpu": _text(lambda: a + torch.ones(2)),
         "in a list": _text(lambda: torch.cat([a, b])),
         "out": _text(lambda: torch.add(a, torch.ones(2), out=torch.empty(2, device="npu:0"))),
+        "zero-dim out": _text(lambda: torch.add(a[0], a[1], out=torch.tensor(1.0))),
+        "zero-dim in place": _text(lambda: torch.tensor(1.0).add_(a[0])),
         "zero-dim cpu": _text(lambda: (a + torch.tensor(2.0)).sum().item()),
         "copy": _text(lambda: a.clone().copy_(b * 3).sum().item()),
         "index": _text(lambda: a[torch.tensor([0, 1])].sum().item()),

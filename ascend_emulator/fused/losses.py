@@ -1,4 +1,4 @@
-"""Losses, and derivatives of plain torch operators for which torch_npu has operators of its own."""
+"""Losses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ascend_emulator.fused.precision import maybe_wide, wide
-from ascend_emulator.fused.registry import DOCS, NAME, SOURCE, formula
+from ascend_emulator.fused.registry import DOCS, NAME, formula
 from ascend_emulator.fused.vjp import vjp
 
 _REDUCTIONS = ("none", "mean", "sum")
@@ -95,26 +95,3 @@ def softmax_cross_entropy_with_logits(input: torch.Tensor, labels: torch.Tensor)
 def softmax_cross_entropy_with_logits_backward(grad: torch.Tensor, input: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Gradient by the logits: softmax - labels for labels that sum to one."""
     return vjp(lambda x: _soft_cross_entropy(x, wide(labels)), [input], grad)[0]
-
-
-@formula("npu_binary_cross_entropy_with_logits_backward", source=SOURCE, checked="autograd of the torch function")
-def binary_cross_entropy_with_logits_backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight_opt: torch.Tensor | None,
-    pos_weight_opt: torch.Tensor | None,
-    reduction: int,
-) -> torch.Tensor:
-    """Gradient of ``F.binary_cross_entropy_with_logits`` by its input."""
-    y, weight, positive = wide(target), maybe_wide(weight_opt), maybe_wide(pos_weight_opt)
-    name = _REDUCTIONS[reduction]
-    return vjp(
-        lambda x: F.binary_cross_entropy_with_logits(x, y, weight, pos_weight=positive, reduction=name), [input], grad_output
-    )[0]
-
-
-@formula("npu_renorm_backward", source=SOURCE, checked="autograd of torch.renorm")
-def renorm_backward(grad: torch.Tensor, input: torch.Tensor, p: float, dim: int, maxnorm: float) -> torch.Tensor:
-    """Gradient of ``torch.renorm`` by its input."""
-    return vjp(lambda x: torch.renorm(x, p, dim, maxnorm), [input], grad)[0]
