@@ -157,6 +157,7 @@ def _free_port() -> int:
 def _serve(pipe: Connection, stacks: Path, inherited: list[Connection]) -> None:
     for other in inherited:
         other.close()
+    mp.current_process()._config["daemon"] = False  # a daemon may not start the workers of a DataLoader
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         torch.set_num_threads(1)
