@@ -7,21 +7,14 @@ Source: torch_npu, ``ProcessGroupHCCL.cpp``, ``checkSupportedDataType``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import numpy as np
 import torch
 import torch.distributed as dist
 
 REDUCIBLE = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32})
 """Types that HCCL reduces on every SoC."""
 
-_ON_HOST: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "SUM": lambda t: t.sum(0, dtype=t.dtype),
-    "AVG": lambda t: t.sum(0, dtype=t.dtype).div_(t.shape[0]),
-    "MAX": lambda t: t.amax(0),
-    "MIN": lambda t: t.amin(0),
-    "PRODUCT": lambda t: t.prod(0, dtype=t.dtype),
-}
+_ON_HOST = {"SUM": np.add, "AVG": np.add, "MAX": np.maximum, "MIN": np.minimum, "PRODUCT": np.multiply}
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "SUM", group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -50,7 +43,9 @@ def all_reduce(tensor: torch.Tensor, op: str = "SUM", group: dist.ProcessGroup |
         dist.all_reduce(counts, dist.ReduceOp.MAX if op in ("SUM", "MAX") else dist.ReduceOp.MIN, group=group)
         return tensor.copy_(counts != 0)
     if tensor.device.type == "npu" and tensor.dtype not in REDUCIBLE:
-        return tensor.copy_(_ON_HOST[op](_gathered(tensor, group).cpu()))
+        everyone = _gathered(tensor, group).cpu().numpy()  # NumPy computes with every type, torch's CPU kernels do not
+        value = _ON_HOST[op].reduce(everyone, axis=0, dtype=everyone.dtype)
+        return tensor.copy_(torch.from_numpy(np.asarray(value / len(everyone) if op == "AVG" else value)))
     if op == "AVG":  # gloo has no mean
         dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group)
         return tensor.div_(dist.get_world_size(group))

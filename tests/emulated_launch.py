@@ -24,9 +24,10 @@ from lightning_ascend.workers import check_workers
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def trainer(devices: int, num_nodes: int = 1, **config: Any) -> pl.Trainer:
+def trainer(devices: int, num_nodes: int = 1, accelerator: str = "npu", precision: Any = None, **config: Any) -> pl.Trainer:
     return pl.Trainer(
-        accelerator="npu", devices=devices, num_nodes=num_nodes, strategy=AscendHybridStrategy(**config), max_steps=1, logger=False,
+        accelerator=accelerator, devices=devices, num_nodes=num_nodes, precision=precision, max_steps=1, logger=False,
+        strategy=AscendHybridStrategy(**config),
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
 
@@ -163,3 +164,9 @@ def checked_loaders() -> dict[str, str]:
         "fails by itself": DataLoader(OnDevice("raises"), **options), "no loader": [1, 2], "forked": DataLoader(kept, **options),
     }  # fmt: skip
     return {name: said(lambda x=loader: check_workers(x, here())) for name, loader in loaders.items()}
+
+
+def double_precision(accelerator: str) -> tuple[str, int]:
+    """Fit one step in 64-bit floats; the error, and steps done."""
+    module = Plain()
+    return said(lambda: trainer(1, accelerator=accelerator, precision="64-true").fit(module)), module.stepped
