@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import emulated_recompute
 import emulated_training
 import pytest
 from npu_pool import NpuPool
@@ -47,3 +48,18 @@ def test_recomputation_draws_the_same_dropout(npu_pool: NpuPool, low: bool, shar
     """D42: gradients, and all random numbers drawn later, are bit-equal with and without activation checkpointing."""
     for same in npu_pool.run(2 if sharded else 1, emulated_training.recomputation, low, sharded):
         assert same == {"reentrant": True, "recompute": True, "wrapper": True, "forgetful": False}
+
+
+@pytest.mark.parametrize("layout", emulated_recompute.LAYOUTS)
+def test_d42_recomputation_in_the_hybrid_strategy(npu_pool: NpuPool, layout: str) -> None:
+    """Gradients of the engine and of the Trainer are bit-equal with activation checkpointing inside the blocks and without."""
+    assert npu_pool.run(2, emulated_recompute.engine, layout) == [True, True]
+    assert npu_pool.run(2, emulated_recompute.trained, layout) == [True, True]
+
+
+def test_d42_a_backend_whose_random_state_is_not_kept(npu_pool: NpuPool) -> None:
+    """torch recomputes other numbers there without a word; the strategy does not start."""
+    (seen,) = npu_pool.run(1, emulated_recompute.on_an_old_backend)
+    assert seen["leaves no trace"] is True
+    assert seen["torch is right"] is False, "torch restores them now: the check can go"
+    assert seen["strategy"].startswith("DeviceError: Activation checkpointing does not restore the random numbers of npu:0.")
