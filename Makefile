@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE ?= 1
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo demo-cpu test lint bench clean
 
 setup: $(READY)
 
@@ -21,6 +21,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+demo-cpu: $(READY)
+	$(BIN)/python examples/demo.py --accelerator cpu
+
 test: $(READY)
 	$(BIN)/python -m pytest -q
 
@@ -32,6 +35,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m ascend_emulator --devices 1 benchmarks/emulator.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -12,5 +12,6 @@ In a test, before torch is imported: ``import ascend_emulator; ascend_emulator.a
 from __future__ import annotations
 
 from ascend_emulator.load import activate
+from ascend_emulator.traffic import Traffic, traffic
 
-__all__ = ["activate"]
+__all__ = ["Traffic", "activate", "traffic"]

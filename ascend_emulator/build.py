@@ -10,13 +10,16 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from ascend_emulator.errors import EmulatorError
 
 SOURCES = Path(__file__).parent / "csrc"
-RUNTIME = ("runtime.c", "memory.c", "stream.c", "event.c", "aclop.c", "unsupported.c")
-HCCL = ("hccl_comm.c", "hccl_reduce.c", "hccl_ops.c")
+OPERATORS = Path(__file__).parent / "cpp" / "ops.cpp"
+OPERATOR_LIBRARY = "libascend_emulator_operators.so"
+RUNTIME = ("runtime.c", "memory.c", "stream.c", "event.c", "overflow.c", "faults.c", "aclop.c", "unsupported.c")
+HCCL = ("hccl_comm.c", "hccl_port.c", "hccl_link.c", "hccl_reduce.c", "hccl_ops.c", "hccl_p2p.c")
 ALIASES = ("acl_op_compiler", "opapi", "nnopbase", "ge_runner", "graph", "acl_tdt_channel")
 """Libraries that torch_npu opens by name and that need nothing of their own: they lead to ``ascendcl``."""
 
@@ -34,7 +37,7 @@ def cache_folder() -> Path:
 
 
 def build() -> Path:
-    """Compile, unless it is done already.
+    """Compile the emulated CANN, unless it is done already.
 
     Returns:
         The folder with the libraries.
@@ -42,13 +45,50 @@ def build() -> Path:
     Raises:
         EmulatorError: There is no C compiler, or it fails.
     """
-    folder = cache_folder()
+    return _into_cache(cache_folder(), _compile_all)
+
+
+def build_operators(torch_version: str, torch_folder: Path, npu_folder: Path) -> Path | None:
+    """Compile the fast operator layer against the headers of torch and torch_npu, unless it is done already.
+
+    Args:
+        torch_version: Version of torch and of torch_npu, for the cache.
+        torch_folder: Where the package torch lies.
+        npu_folder: Where the package torch_npu lies.
+
+    Returns:
+        The library, or None where there is no C++ compiler; the Python layer then does all the work.
+
+    Raises:
+        EmulatorError: The compiler fails.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        return None
+    cann = build()
+    digest = hashlib.sha256(f"{torch_version} {torch_folder} {npu_folder} {cann.name}".encode() + OPERATORS.read_bytes())
+
+    def compile_one(out: Path) -> None:
+        includes = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include", npu_folder / "include"]
+        links = [(torch_folder / "lib", "torch_cpu", "c10"), (npu_folder / "lib", "torch_npu"), (cann, "ascendcl")]
+        _run(
+            [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", "-Wall"]
+            + [f"-isystem{i}" for i in (*includes, npu_folder / "include/third_party/acl/inc")]
+            + [str(OPERATORS), "-o", str(out / OPERATOR_LIBRARY)]
+            + [part for folder, *names in links for part in (f"-L{folder}", *(f"-l{n}" for n in names))],
+            OPERATOR_LIBRARY,
+        )
+
+    return _into_cache(cann.parent / f"operators_{digest.hexdigest()[:16]}", compile_one) / OPERATOR_LIBRARY
+
+
+def _into_cache(folder: Path, compile_into: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix="build_"))
     try:
-        _compile_all(scratch)
+        compile_into(scratch)
         try:
             scratch.rename(folder)
         except OSError:
@@ -57,6 +97,12 @@ def build() -> Path:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _run(command: list[str], name: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EmulatorError(f"{command[0]} failed on {name}.", done.stderr[-2000:], "Check the compiler.")
 
 
 def _compile_all(out: Path) -> None:
@@ -71,10 +117,7 @@ def _compile_all(out: Path) -> None:
 
     def library(name: str, sources: list[Path], *links: str) -> None:
         soname = f"lib{name}.so"
-        command = [*base, *map(str, sources), "-o", str(out / soname), f"-Wl,-soname,{soname}", f"-L{out}", *links]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise EmulatorError(f"{compiler} failed on {soname}.", done.stderr[-2000:], "Check the compiler.")
+        _run([*base, *map(str, sources), "-o", str(out / soname), f"-Wl,-soname,{soname}", f"-L{out}", *links], soname)
 
     empty = out / "empty.c"
     empty.write_text("")

@@ -2,7 +2,9 @@
 
 The rules, each of which gave silently wrong results while it was missing: tensors on different devices are refused; an
 ``out=`` tensor may grow; what is asked for on the CPU stays there; in-place results are the caller's own tensors;
-random numbers come from the NPU's generator; work waits for communication that its stream still holds.
+random numbers come from the NPU's generator; types without an NPU kernel are refused; values that do not fit saturate
+where that is the mode; work waits for communication that its stream still holds. ``cpp/ops.cpp`` is the same for
+operators that need neither random numbers nor ``out=``, and faster.
 """
 
 from __future__ import annotations
@@ -13,18 +15,11 @@ from typing import Any
 
 import torch
 
-from ascend_emulator import _torch
+from ascend_emulator import _torch, rules, saturation
 from ascend_emulator._torch import tree_map
 from ascend_emulator.alias import CPU, as_cpu, to_npu
 from ascend_emulator.load import runtime
 from ascend_emulator.random_state import cpu_generator, seeded_default
-
-_MIXED = frozenset(
-    "copy_ _to_copy _copy_from _copy_from_and_resize index index_put index_put_ _index_put_impl_ _unsafe_index set_ "
-    "_foreach_copy_ resize_as_ empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros "
-    "_has_compatible_shallow_copy_type".split()
-)
-"""Operators whose tensors may live on different devices, as on a real NPU."""
 
 _pending = ctypes.c_int.in_dll(runtime(), "emu_pending")
 _wait_stream = runtime().emu_wait_stream
@@ -40,10 +35,11 @@ def drain() -> None:
 class _Devices:
     """Turns NPU arguments into CPU ones and remembers where they were."""
 
-    def __init__(self, name: str, mixed: bool) -> None:
-        self.name, self.mixed = name, mixed
+    def __init__(self, name: str, flags: int) -> None:
+        self.name, self.mixed = name, bool(flags & rules.MIXED)
         self.device: torch.device | None = None
         self.elsewhere = self.any_cpu = self.any_npu = False
+        self.types: set[torch.dtype] = set()
 
     def convert(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -59,6 +55,7 @@ class _Devices:
         if tensor.device.type == "npu":
             if self.any_npu and self.device != tensor.device and not self.mixed:
                 raise _different(self.name, self.device, tensor.device)
+            self.types.add(tensor.dtype)
             self.any_npu, self.device = True, tensor.device
             return as_cpu(tensor)
         self.any_cpu |= tensor.dim() > 0
@@ -88,12 +85,14 @@ class Kernel:
     def __init__(self, op: Any) -> None:
         schema = _torch.schema(op)
         self.op, self.name = op, schema.name
-        self.mixed = schema.name.partition("::")[2] in _MIXED
+        self.flags = rules.flags(op)
         self.generator = next((i for i, a in enumerate(schema.arguments) if a.name == "generator"), None)
         self.seeded = torch.Tag.nondeterministic_seeded in op.tags
         self.pins = any(a.name == "pin_memory" for a in schema.arguments)
         written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+        self.written = [(i, a.name) for i, a in written if not a.kwarg_only]
         self.outs = [a.name for _, a in written if a.kwarg_only]
+        self.simple = self.generator is None and not self.seeded and not self.outs
         places = {frozenset(a.alias_info.before_set): (i, a.name) for i, a in written}
         self.returns = [
             places.get(frozenset(r.alias_info.before_set)) if r.alias_info and r.alias_info.is_write else None
@@ -103,16 +102,22 @@ class Kernel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator."""
         drain()
-        devices = _Devices(self.name, self.mixed)
+        devices = _Devices(self.name, self.flags)
         cpu_args, cpu_kwargs = tree_map(devices.convert, (args, kwargs))
         device = devices.result_device()
         if self.pins and "pin_memory" in cpu_kwargs:
             cpu_kwargs["pin_memory"] = False
+        rules.check_types(self.name, self.flags, devices.types)
         if self.outs:
-            return self._into_outs(cpu_args, cpu_kwargs, kwargs)
+            return self._into_outs(cpu_args, cpu_kwargs, kwargs, device)
         result = self._run(list(cpu_args), cpu_kwargs, device)
         if devices.elsewhere:
             return result
+        if self.flags & rules.SATURATES and saturation.on():
+            saturation.clamp([cpu_args[i] if i < len(cpu_args) else cpu_kwargs.get(n) for i, n in self.written], device)
+            saturation.clamp(result, device)
+        if isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16:
+            rules.check_types(self.name, self.flags, devices.types | {result.dtype})
         if len(self.returns) == 1:
             return self._back(self.returns[0], result, args, kwargs, device)
         if not self.returns:
@@ -139,13 +144,15 @@ class Kernel:
             return [self._back(None, v, args, kwargs, device) for v in value]
         return value
 
-    def _into_outs(self, args: Any, cpu_kwargs: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    def _into_outs(self, args: Any, cpu_kwargs: dict[str, Any], kwargs: dict[str, Any], device: torch.device) -> Any:
         """Compute into fresh tensors, then grow and fill the caller's."""
         fresh = {
             n: tree_map(lambda t: torch.empty(0, dtype=t.dtype) if isinstance(t, torch.Tensor) else t, kwargs.get(n))
             for n in self.outs
         }
-        self._run(list(args), {**cpu_kwargs, **fresh}, torch.device("npu", torch.npu.current_device()))  # type: ignore[attr-defined]
+        self._run(list(args), {**cpu_kwargs, **fresh}, device)
+        if self.flags & rules.SATURATES and saturation.on():
+            saturation.clamp(list(fresh.values()), device)
         for name in self.outs:
             targets, values = kwargs.get(name), fresh[name]
             if isinstance(targets, torch.Tensor):

@@ -7,10 +7,12 @@ by whomever: torch imports it by itself.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import importlib.util
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -51,6 +53,10 @@ def prepare(devices: int | None = None, soc: str | None = None) -> None:
             "Call ascend_emulator.activate() before importing torch.",
         )
     settings = {"ASCEND_EMULATOR": "1", "TASK_QUEUE_ENABLE": "0"}
+    if not os.environ.get("ASCEND_EMULATOR_MACHINE"):
+        settings["ASCEND_EMULATOR_MACHINE"] = secrets.token_hex(8)
+        links = Path("/dev/shm/ascend-emulator-links-" + settings["ASCEND_EMULATOR_MACHINE"])
+        atexit.register(links.unlink, missing_ok=True)
     if devices is not None:
         settings["ASCEND_EMULATOR_DEVICES"] = str(devices)
     if soc is not None:
@@ -60,6 +66,7 @@ def prepare(devices: int | None = None, soc: str | None = None) -> None:
     if not _loaded:
         folder = build()
         _loaded.extend(ctypes.CDLL(str(folder / f"lib{name}.so")) for name in LIBRARIES)
+        importlib.import_module("ascend_emulator.faults").from_environment()
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)  # type: ignore[arg-type]
 
@@ -67,6 +74,11 @@ def prepare(devices: int | None = None, soc: str | None = None) -> None:
 def runtime() -> ctypes.CDLL:
     """The loaded ``libascendcl.so``."""
     return _loaded[0]
+
+
+def hccl() -> ctypes.CDLL:
+    """The loaded ``libhccl.so``."""
+    return _loaded[1]
 
 
 def _add_paths() -> None:

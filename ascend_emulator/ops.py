@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ascend_emulator import _torch
+from ascend_emulator.fast import fast_layer
 from ascend_emulator.kernels import Kernel
 
 _TORCH_NPU_OWN = frozenset(
@@ -19,23 +20,37 @@ _TORCH_NPU_OWN = frozenset(
 """Memory and views: torch_npu's own code does these right, without launching a kernel."""
 
 _library: list[torch.library.Library] = []
+_layers: dict[str, str] = {}
+
+
+def layers() -> dict[str, str]:
+    """Which layer serves each operator: ``cpp``, ``python``, or ``decomposed`` into the operators it is made of."""
+    return dict(_layers)
 
 
 def install() -> None:
-    """Register kernels for all operators; does nothing the second time."""
+    """Register kernels for all operators; does nothing the second time.
+
+    Raises:
+        EmulatorError: ``ASCEND_EMULATOR_OPS`` is neither ``cpp`` nor ``python``, or is ``cpp`` without a C++ compiler.
+    """
     if _library:
         return
     library = torch.library.Library("aten", "IMPL")
     _library.append(library)
+    fast = fast_layer()
+    simple: dict[str, int] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # replacing torch_npu's kernels is the point
         for name in sorted(_torch.operator_names()):
             namespace, _, qualified = name.partition("::")
             if namespace == "aten" and qualified not in _TORCH_NPU_OWN:
-                _install_one(library, name, qualified)
+                _install_one(library, name, qualified, simple if fast else None)
+        if fast:
+            fast("aten", simple)
 
 
-def _install_one(library: torch.library.Library, name: str, qualified: str) -> None:
+def _install_one(library: torch.library.Library, name: str, qualified: str, simple: dict[str, int] | None) -> None:
     base, _, overload = qualified.partition(".")
     try:
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
@@ -48,10 +63,18 @@ def _install_one(library: torch.library.Library, name: str, qualified: str) -> N
         overridden = [k for k in ("AutogradPrivateUse1", "PrivateUse1") if has(name, k)]
         for key in ("AutogradPrivateUse1", "PrivateUse1") if overridden else ():
             library.impl(qualified, _decompose(op), key, allow_override=True)
+            _layers[qualified] = "decomposed"
         return
     explicit = has(name, "CompositeExplicitAutograd") or has(name, "CompositeExplicitAutogradNonFunctional")
-    if has(name, "CPU") or (explicit and has(name, "PrivateUse1")):
-        library.impl(qualified, Kernel(op), "PrivateUse1", allow_override=True)
+    if not has(name, "CPU") and not (explicit and has(name, "PrivateUse1")):
+        return
+    kernel = Kernel(op)
+    if simple is not None and kernel.simple:
+        simple[qualified] = kernel.flags
+        _layers[qualified] = "cpp"
+    else:
+        library.impl(qualified, kernel, "PrivateUse1", allow_override=True)
+        _layers[qualified] = "python"
 
 
 def _decompose(op: Any) -> Any:

@@ -87,69 +87,6 @@ def rules() -> dict[str, Any]:
     return seen
 
 
-def collectives() -> list[str]:
-    """Every collective, type and reduction against a plain computation; names of those that differ."""
-    rank, size, wrong = dist.get_rank(), dist.get_world_size(), []
-    ranks = range(size)
-
-    def check(name: str, got: torch.Tensor, wanted: Any) -> None:
-        if not torch.equal(got.cpu().double(), torch.as_tensor(wanted).double().expand(got.shape)):
-            wrong.append(f"{name}: {got.cpu().flatten()[:4].tolist()}")
-
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int32, torch.int64):
-        for op, value in ((dist.ReduceOp.SUM, sum(r + 1 for r in ranks)), (dist.ReduceOp.MAX, size), (dist.ReduceOp.MIN, 1)):
-            t = torch.full((300001,), rank + 1, dtype=dtype, device=here())
-            dist.all_reduce(t, op)
-            check(f"all_reduce {dtype} {op}", t, value)
-    t = torch.full((7,), float(rank), device=here())
-    dist.all_reduce(t, dist.ReduceOp.AVG)
-    check("all_reduce AVG", t, (size - 1) / 2)
-    flag = torch.tensor([rank == 0], device=here())
-    dist.all_reduce(flag)
-    check("all_reduce bool", flag, True)
-    dist.broadcast(t := torch.full((200000,), float(rank), device=here()), size - 1)
-    check("broadcast", t, size - 1)
-    out = torch.empty(size * 70000, device=here())
-    dist.all_gather_into_tensor(out, torch.full((70000,), float(rank), device=here()))
-    check("all_gather_into_tensor", out.view(size, -1), torch.arange(size)[:, None])
-    parts = [torch.empty(5, dtype=torch.uint8, device=here()) for _ in ranks]
-    dist.all_gather(parts, torch.full((5,), rank, dtype=torch.uint8, device=here()))
-    check("all_gather uint8", torch.stack(parts), torch.arange(size)[:, None])
-    piece = torch.empty(70000, device=here())
-    dist.reduce_scatter_tensor(piece, torch.arange(70000.0 * size, device=here()))
-    check("reduce_scatter", piece, size * torch.arange(70000.0 * rank, 70000.0 * (rank + 1)))
-    out = torch.empty(2 * size, device=here())
-    dist.all_to_all_single(out, torch.arange(2.0 * size, device=here()) + 100 * rank)
-    check("all_to_all", out, [100 * r + 2 * rank + j for r in ranks for j in range(2)])
-    uneven = torch.empty(size * (rank + 1), device=here())
-    dist.all_to_all_single(
-        uneven, torch.full((sum(r + 1 for r in ranks),), float(rank), device=here()), [rank + 1] * size, [r + 1 for r in ranks]
-    )
-    check("all_to_all uneven", uneven, [r for r in ranks for _ in range(rank + 1)])
-    if rank == 0:
-        dist.send(torch.arange(100000.0, device=here()), 1)
-    elif rank == 1:
-        got = torch.empty(100000, device=here())
-        dist.recv(got, 0)
-        check("send recv", got, torch.arange(100000.0))
-    following, previous = (rank + 1) % size, (rank - 1) % size
-    got = torch.empty(200000, device=here())
-    sent = torch.full((200000,), float(rank), device=here())
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, following), dist.P2POp(dist.irecv, got, previous)]):
-        work.wait()
-    check("batch_isend_irecv", got, previous)
-    group = dist.new_group([0, 1])
-    if rank < 2:
-        dist.all_reduce(t := torch.ones(4, device=here()), group=group)
-        check("new_group", t, 2)
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, {"rank": rank})
-    if everyone != [{"rank": r} for r in ranks]:
-        wrong.append("all_gather_object")
-    dist.barrier()
-    return wrong
-
-
 def refused_types() -> dict[str, str]:
     """What a reduction of each unusual type gives: an error's text, or the value."""
     seen = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,14 @@ HERE = Path(__file__).parent
 
 
 class NpuPool:
-    """Ranks on emulated NPUs, forked by a process of their own that is started when first needed."""
+    """Ranks on emulated NPUs, forked by a process of their own that is started when first needed.
 
-    def __init__(self) -> None:
+    Args:
+        environment: Environment variables of the machine, besides this process's own.
+    """
+
+    def __init__(self, **environment: str) -> None:
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
 
@@ -37,7 +43,7 @@ class NpuPool:
     def _start(self) -> None:
         address = str(Path(tempfile.mkdtemp(prefix="npu_pool_")) / "socket")
         command = [sys.executable, "-m", "ascend_emulator", "--devices", "8", str(HERE / "npu_zygote.py"), address]
-        self._process = subprocess.Popen(command, cwd=HERE.parent)
+        self._process = subprocess.Popen(command, cwd=HERE.parent, env={**os.environ, **self._environment})
         end = time.monotonic() + 120
         while self._pipe is None:
             try:

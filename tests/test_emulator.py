@@ -45,11 +45,6 @@ def test_rules_of_the_device(npu_pool: NpuPool) -> None:
         assert seen[rule] is True, rule
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_collectives(npu_pool: NpuPool, world: int) -> None:
-    assert npu_pool.run(world, emulated.collectives, deadline_s=60) == [[]] * world
-
-
 def test_types_that_hccl_refuses(npu_pool: NpuPool) -> None:
     """torch_npu's own checks: 64-bit floats and unsigned types; it widens uint8 by itself for all_reduce only."""
     for seen in npu_pool.run(2, emulated.refused_types):

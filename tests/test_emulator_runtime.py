@@ -77,6 +77,16 @@ def test_what_is_not_there_says_so() -> None:
     assert run("print(cann.aclrtMapMem(), message())") == "207000 the emulated CANN does not implement aclrtMapMem"
 
 
+def test_child_processes_start_without_a_word(tmp_path: Path) -> None:
+    """With and without a sitecustomize of the machine's own."""
+    site = str(ROOT / "ascend_emulator" / "site")
+    for folder, said in ((tmp_path / "none", ""), (tmp_path, "the machine's own\n")):
+        (tmp_path / "sitecustomize.py").write_text('print("the machine\'s own")')
+        env = {**os.environ, "ASCEND_EMULATOR": "1", "PYTHONPATH": os.pathsep.join([site, str(ROOT), str(folder)])}
+        done = subprocess.run([sys.executable, "-c", ""], env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.stdout, done.stderr) == (said, "")
+
+
 def test_every_library_is_built_and_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert all((build() / f"lib{name}.so").is_file() for name in LIBRARIES)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -59,19 +59,23 @@ void *aclGetDataBufferAddr(const DataBuffer *b) { return b->address; }
 /* Attributes matter to none of the operators below. */
 void *aclopCreateAttr(void) { return calloc(1, 1); }
 void aclopDestroyAttr(const void *attributes) { free((void *)attributes); }
-#define SET_ATTRIBUTE(name) \
-  int aclopSetAttr##name(void) { return EMU_OK; }
-SET_ATTRIBUTE(Bool)
-SET_ATTRIBUTE(DataType)
-SET_ATTRIBUTE(Float)
-SET_ATTRIBUTE(Int)
-SET_ATTRIBUTE(ListBool)
-SET_ATTRIBUTE(ListDataType)
-SET_ATTRIBUTE(ListFloat)
-SET_ATTRIBUTE(ListInt)
-SET_ATTRIBUTE(ListListInt)
-SET_ATTRIBUTE(ListString)
-SET_ATTRIBUTE(String)
+#define SET_ATTRIBUTE(name, type) \
+  int aclopSetAttr##name(void *attributes, const char *key, type value) { return EMU_OK; }
+#define SET_ATTRIBUTE_LIST(name, type) \
+  int aclopSetAttr##name(void *attributes, const char *key, int count, const type *values) { return EMU_OK; }
+SET_ATTRIBUTE(Bool, uint8_t)
+SET_ATTRIBUTE(DataType, int)
+SET_ATTRIBUTE(Float, float)
+SET_ATTRIBUTE(Int, int64_t)
+SET_ATTRIBUTE(String, const char *)
+SET_ATTRIBUTE_LIST(ListBool, uint8_t)
+SET_ATTRIBUTE_LIST(ListDataType, int)
+SET_ATTRIBUTE_LIST(ListFloat, float)
+SET_ATTRIBUTE_LIST(ListInt, int64_t)
+SET_ATTRIBUTE_LIST(ListString, char *)
+int aclopSetAttrListListInt(void *attributes, const char *key, int lists, const int *counts, const int64_t *const *values) {
+  return EMU_OK;
+}
 
 static size_t width(int type) {
   switch (type) {

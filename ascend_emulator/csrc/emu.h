@@ -16,6 +16,7 @@ enum {
   EMU_OUT_OF_MEMORY = 207001,
   EMU_NOT_SUPPORTED = 207000,
   EMU_REPORT_TIMEOUT = 107014,
+  EMU_DEVICE_BUSY = 507033,
   EMU_STREAM_TIMEOUT = 507046,
   EMU_STREAM_ERROR = 507048,
   EMU_OP_NOT_FOUND = 500002,
@@ -29,7 +30,7 @@ typedef struct EmuTask {
 } EmuTask;
 
 typedef struct EmuStream {
-  int id, device, alive, worker, stop, error;
+  int id, device, alive, worker, stop, error, overflow;
   pthread_mutex_t lock;
   pthread_cond_t changed;
   EmuTask *head, *tail;
@@ -41,6 +42,12 @@ typedef struct EmuStream {
 long emu_setting(const char *name, long fallback);
 int emu_device(void); /* the calling thread's device, or -1 */
 void emu_fail(const char *format, ...); /* remember a message for aclGetRecentErrMsg */
+
+/* faults.c */
+void emu_fault_before(const char *op);
+int emu_fault_error(const char *op);
+void emu_fault_after(const char *op, void *data, size_t count, size_t width);
+int emu_fault_busy(void);
 
 /* stream.c */
 extern _Atomic int emu_pending; /* tasks not yet done in the whole process; read by the operator layer */

@@ -11,12 +11,14 @@ enum {
   HCCL_MEMORY = 3,
   HCCL_INTERNAL = 4,
   HCCL_NOT_SUPPORT = 5,
+  HCCL_UNAVAIL = 7,
   HCCL_SYSCALL = 8,
   HCCL_TIMEOUT = 9,
   HCCL_REMOTE = 21,
   HCCL_SUSPENDING = 22,
 };
 #define HCCL_MAX_RANKS 64
+#define HCCL_MAX_NODES 64
 #define HCCL_SLOT_BYTES (256u << 10) /* each rank's window for collectives */
 #define HCCL_RING_BYTES (128u << 10) /* each ordered pair's ring for point to point */
 
@@ -28,6 +30,8 @@ typedef struct {
 typedef struct {
   _Atomic uint32_t joined, waiting, generation, broken, activity;
   _Atomic int32_t pid[HCCL_MAX_RANKS];
+  _Atomic uint32_t arrivals[HCCL_MAX_RANKS]; /* barriers each rank has come to */
+  int32_t node[HCCL_MAX_RANKS];
 } Shared;
 
 typedef struct Communicator {
@@ -46,5 +50,31 @@ void hccl_wake(_Atomic uint32_t *word);
 int hccl_check(Communicator *c);   /* a dead or departed peer breaks the communicator for everyone */
 int hccl_barrier(Communicator *c);
 char *hccl_slot(Communicator *c, int rank);
+int hccl_node(void);               /* of this process */
+void hccl_send_over(Communicator *c, int peer, size_t bytes); /* account, and wait as long as the link needs */
+int hccl_take_port(int device);    /* this process's host port for a device, or an error */
 size_t hccl_width(int type);       /* bytes of an HcclDataType, 0 if unknown */
 int hccl_reduce(void *out, void **parts, int ranks, size_t count, int type, int op);
+
+/* Operations */
+enum { ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, SCATTER, BATCH, BARRIER };
+typedef struct {
+  int send;
+  char *data;
+  size_t bytes, moved, width;
+  int peer;
+} Part;
+
+typedef struct {
+  const char *name;
+  int kind, type, op, root, parts;
+  Communicator *comm;
+  EmuStream *stream;
+  char *in, *out;
+  size_t count;
+  Part *part;
+} Operation;
+
+Operation *hccl_operation(int kind, const void *in, void *out, uint64_t count, int type, Communicator *c, EmuStream *s);
+int hccl_start(Operation *o);      /* queue it on its stream, or perform it if it has none; takes it over */
+int hccl_exchange(Communicator *c, Part *part, int parts);

@@ -39,12 +39,36 @@ static int broken(Communicator *c, int error) {
   return error;
 }
 
+/* Dead, or a zombie that nobody has waited for yet. */
+static int gone(int pid) {
+  char path[40], text[300];
+  if (kill(pid, 0) < 0 && errno == ESRCH) return 1;
+  snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return errno == ENOENT;
+  ssize_t size = read(file, text, sizeof text - 1);
+  close(file);
+  text[size > 0 ? size : 0] = 0;
+  char *name_end = strrchr(text, ')');
+  return name_end && name_end[1] && (name_end[2] == 'Z' || name_end[2] == 'X');
+}
+
+/* The ranks that have not come, for messages. */
+static void missing(Communicator *c, int joining, char *out, size_t room) {
+  size_t used = 0;
+  out[0] = 0;
+  for (int i = 0; i < c->size && used + 8 < room; i++) {
+    int here = joining ? c->shared->pid[i] != 0 : c->shared->arrivals[i] >= c->shared->arrivals[c->rank];
+    if (!here) used += (size_t)snprintf(out + used, room - used, "%s%d", used ? ", " : "", i);
+  }
+}
+
 int hccl_check(Communicator *c) {
   if (c->aborted) return c->error ? c->error : HCCL_SUSPENDING;
   if (c->shared->broken) return c->error = HCCL_REMOTE;
   for (int i = 0; i < c->size; i++) {
     int pid = c->shared->pid[i];
-    if (pid > 0 && kill(pid, 0) < 0 && errno == ESRCH) {
+    if (pid > 0 && gone(pid)) {
       emu_fail("HCCL: rank %d of %s is gone (process %d)", i, c->name, pid);
       return broken(c, HCCL_REMOTE);
     }
@@ -55,6 +79,7 @@ int hccl_check(Communicator *c) {
 int hccl_barrier(Communicator *c) {
   Shared *s = c->shared;
   uint32_t generation = s->generation;
+  s->arrivals[c->rank]++;
   if (atomic_fetch_add(&s->waiting, 1) + 1 == (uint32_t)c->size) {
     s->waiting = 0;
     atomic_fetch_add(&s->generation, 1);
@@ -68,7 +93,9 @@ int hccl_barrier(Communicator *c) {
     int error = hccl_check(c);
     if (error) return error;
     if (limit > 0 && hccl_now() - start > limit) {
-      emu_fail("HCCL: a collective of %s waited %.0f s for its peers (HCCL_EXEC_TIMEOUT)", c->name, limit);
+      char ranks[200];
+      missing(c, 0, ranks, sizeof ranks);
+      emu_fail("HCCL: rank %d of %s waited %.0f s in a collective for rank %s (HCCL_EXEC_TIMEOUT)", c->rank, c->name, limit, ranks);
       return broken(c, HCCL_TIMEOUT);
     }
   }
@@ -90,13 +117,16 @@ int HcclGetRootInfo(char *info) {
 static int meet(Communicator *c, const char *path, double limit) {
   double start = hccl_now();
   Shared *s = c->shared;
+  s->node[c->rank] = hccl_node();
   s->pid[c->rank] = getpid();
   atomic_fetch_add(&s->joined, 1);
   hccl_wake(&s->joined);
   for (uint32_t joined = s->joined; joined < (uint32_t)c->size; joined = s->joined) {
     hccl_wait(&s->joined, joined, 50);
     if (hccl_now() - start > limit) {
-      emu_fail("HCCL: %u of %d ranks met within %.0f s (HCCL_CONNECT_TIMEOUT)", joined, c->size, limit);
+      char ranks[200];
+      missing(c, 1, ranks, sizeof ranks);
+      emu_fail("HCCL: %u of %d ranks met within %.0f s (HCCL_CONNECT_TIMEOUT); rank %s did not come", joined, c->size, limit, ranks);
       unlink(path);
       return HCCL_TIMEOUT;
     }
@@ -108,6 +138,9 @@ static int meet(Communicator *c, const char *path, double limit) {
 
 int HcclCommInitRootInfo(uint32_t size, const char *info, uint32_t rank, void **out) {
   if (size < 1 || size > HCCL_MAX_RANKS || rank >= size || strncmp(info, PREFIX, strlen(PREFIX))) return HCCL_PARA;
+  int error = emu_fault_error("CommInit");
+  if (!error) error = hccl_take_port(emu_device());
+  if (error) return error;
   char path[300];
   snprintf(path, sizeof path, "/dev/shm/%.200s", info);
   size_t rings = (((size_t)size * size * sizeof(Ring)) + 4095) & ~(size_t)4095;
@@ -124,7 +157,7 @@ int HcclCommInitRootInfo(uint32_t size, const char *info, uint32_t rank, void **
   c->ring = (Ring *)(c->slots + (size_t)size * HCCL_SLOT_BYTES);
   c->rings = (char *)c->ring + rings;
   snprintf(c->name, sizeof c->name, "%.120s", info);
-  int error = meet(c, path, (double)emu_setting("HCCL_CONNECT_TIMEOUT", 120));
+  error = meet(c, path, (double)emu_setting("HCCL_CONNECT_TIMEOUT", 120));
   if (error) return error;
   *out = c;
   return HCCL_OK;

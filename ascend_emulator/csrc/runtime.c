@@ -76,6 +76,10 @@ int aclrtSetDevice(int32_t device) {
     emu_fail("the NPU was used before fork(): a forked child cannot use it again; start processes with spawn");
     return EMU_STREAM_ERROR;
   }
+  if (touched_pid != getpid() && emu_fault_busy()) {
+    emu_fail("device %d is busy: the last process on it may still be ending; try again in about ten seconds", device);
+    return EMU_DEVICE_BUSY;
+  }
   touched_pid = getpid();
   current = device;
   return EMU_OK;

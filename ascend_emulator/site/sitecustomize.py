@@ -10,8 +10,8 @@ if os.environ.get("ASCEND_EMULATOR") == "1":
     prepare()
 
 sys.path = [p for p in sys.path if os.path.abspath(p or ".") != _here]
-del sys.modules["sitecustomize"]
+_own = sys.modules.pop("sitecustomize")
 try:
     import sitecustomize  # noqa: F401
 except ImportError:
-    pass
+    sys.modules["sitecustomize"] = _own  # there is no other; the import under way expects one

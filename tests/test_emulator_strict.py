@@ -1,0 +1,91 @@
+"""The emulated NPU refuses what a real one refuses, in both operator layers, and saturates where that is the mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+import emulated
+import pytest
+import strict
+from npu_pool import NpuPool
+
+MAX = strict.HALF_MAX
+
+
+@pytest.fixture(scope="module")
+def python_pool() -> Iterator[NpuPool]:
+    """A machine whose operators all run in the Python layer."""
+    pool = NpuPool(ASCEND_EMULATOR_OPS="python")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module", params=["cpp", "python"])
+def either(request: pytest.FixtureRequest) -> tuple[str, NpuPool]:
+    """Each operator layer in turn."""
+    return request.param, request.getfixturevalue("npu_pool" if request.param == "cpp" else "python_pool")
+
+
+def test_which_layer_serves_what(either: tuple[str, NpuPool]) -> None:
+    name, pool = either
+    assert pool.run(1, strict.layer) == [(name, "python", "python")]
+
+
+def test_operators_and_rules_in_either_layer(either: tuple[str, NpuPool]) -> None:
+    assert either[1].run(1, emulated.operators) == [[]]
+    (seen,) = either[1].run(1, emulated.rules)
+    assert seen["out grows"] == (True, [[0.0, 4.0, 8.0], [12.0, 16.0, 20.0]])
+    assert seen["stays where it was asked for"] == ["cpu", "meta"]
+    assert seen["random state"] is True and seen["streams"] is True
+
+
+def test_float64_kernels_that_npus_lack(either: tuple[str, NpuPool]) -> None:
+    (seen,) = either[1].run(1, strict.float64)
+    assert seen.pop("add") == "accepted: 8.0"
+    assert seen.pop("cast") == "accepted: 8.0"
+    for name, text in seen.items():
+        assert "has no float64 kernel on NPUs" in text and "use float32" in text, (name, text)
+
+
+def test_mixed_devices(either: tuple[str, NpuPool]) -> None:
+    (seen,) = either[1].run(1, strict.mixed_devices)
+    for name in ("two npus", "in a list"):
+        assert "found at least two devices, npu:0 and npu:1!" in seen[name], seen
+    for name in ("npu and cpu", "out"):
+        assert "found at least two devices, npu:0 and cpu!" in seen[name], seen
+    assert seen["zero-dim cpu"] == "accepted: 6.0"
+    assert seen["copy"] == "accepted: 6.0"
+    assert seen["index"] == "accepted: 2.0"
+    assert seen["result stays on"] == "accepted: npu:1"
+
+
+def check_saturation(seen: dict[str, Any]) -> None:
+    assert seen["flag before"] == (False, [30000.0] * 3, False)
+    assert seen["doubled"] == ([MAX] * 3, [-MAX] * 3, True)
+    assert seen["in place"] == ([MAX] * 3, True)
+    assert seen["foreach"] == ([[MAX] * 3] * 2, True)
+    assert seen["out"] == ([MAX] * 3, True)
+    assert seen["cast"] == ([MAX], True)
+    assert seen["nan"] == [0.0]
+    assert seen["written infinity stays"] == ([-inf, 0.0], False)
+
+
+def test_saturating_mode(either: tuple[str, NpuPool]) -> None:
+    (seen,) = either[1].run(1, strict.saturating_by_switch)
+    check_saturation(seen)
+    assert seen["afterwards"] == ([inf, inf], 1, 107000)
+
+
+def test_an_older_soc_has_no_bfloat16_and_saturates() -> None:
+    pool = NpuPool(ASCEND_EMULATOR_SOC="Ascend910A")
+    try:
+        (seen,) = pool.run(1, strict.old_soc)
+    finally:
+        pool.close()
+    assert (seen["name"], seen["supported"], seen["inf nan mode"]) == ("Ascend910A", False, False)
+    assert seen["moving"] == "accepted: 2.0"
+    for name in ("computing", "casting"):
+        assert "bfloat16 is not supported on this SoC, Ascend910A" in seen[name] and "use float16" in seen[name], seen
+    check_saturation(seen)
