@@ -48,6 +48,16 @@ _FALSE = {"0", "false", "no", "off"}
 _TRUE = {"1", "true", "yes", "on"}
 
 
+def write(name: str, value: int | str) -> None:
+    """Set one variable of the table, for this process and those it starts.
+
+    Args:
+        name: A name in :data:`TABLE`.
+        value: Its value.
+    """
+    os.environ[TABLE[name].name] = str(value)
+
+
 def read(name: str) -> str | int | bool | None:
     """Read one variable of the table.
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ascend_core import binding
 from ascend_core.config import HybridConfig, check_microbatches
+from ascend_core.device import current_device
 from ascend_core.errors import ConfigError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -164,12 +166,18 @@ def build_mesh(
     Returns:
         The mesh.
 
+    Raises:
+        ConfigError: The sizes do not multiply to the world size.
+        DeviceError: Two ranks are bound to one NPU.
+
     Communication:
-        Creates process groups; every rank must call it.
+        On NPUs, one object all-gather over the world. Creates process groups; every rank must call it.
     """
     world_size = dist.get_world_size() if world_size is None else world_size
     layout = resolve_layout(config, world_size, num_blocks)
     warn_across_nodes(layout, devices_per_node)
+    if device_type == "npu":
+        binding.check_distinct(current_device("npu"))
     shape = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     merged = init_device_mesh(device_type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))

@@ -21,18 +21,27 @@ def auto_accelerator(strategy: object) -> str:
         ``"npu"`` or ``"cpu"``.
 
     Raises:
+        ConfigError: The mask of visible devices is wrong.
         DeviceError: An Ascend strategy was chosen, and there is no NPU.
     """
     ours = getattr(strategy, "strategy_name", strategy)
     if isinstance(ours, str) and ours.startswith("ascend_"):
         return core_device.pick_device_type()
-    if env.read("ASCEND_DEVICE") == "cpu" or core_device.npu_problem() is not None:
+    if env.read("ASCEND_DEVICE") == "cpu" or not core_device.count_npus():
         return "cpu"
     return "npu"
 
 
 class NPUAcceleratorMixin:
-    """Implements Lightning's Accelerator interface for Ascend NPUs."""
+    """Implements Lightning's Accelerator interface for Ascend NPUs.
+
+    Raises:
+        ConfigError: The mask of visible devices is wrong.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        core_device.count_npus()
 
     def setup_device(self, device: torch.device) -> None:
         """Bind the process to an NPU.
@@ -92,7 +101,7 @@ class NPUAcceleratorMixin:
     @staticmethod
     def auto_device_count() -> int:
         """Number of visible NPUs."""
-        return int(torch.get_device_module("npu").device_count()) if core_device.npu_problem() is None else 0
+        return core_device.count_npus()
 
     @staticmethod
     def is_available() -> bool:

@@ -103,12 +103,19 @@ def check_trainer(trainer: Any, layout: Layout, layer_sync: object) -> None:
         )
 
 
-def check_precision(precision: str) -> None:
-    """Refuse precision flags that have no mechanism yet.
+def check_precision(precision: str, device_type: str) -> None:
+    """Refuse precision flags that have no mechanism yet, or none on the device.
 
     Raises:
+        ConfigError: 64-true on NPUs.
         NotAvailableError: Such as 16-mixed, whose loss scale must be agreed over all axes.
     """
+    if precision == "64-true" and device_type == "npu":
+        raise ConfigError(
+            "precision='64-true' on NPUs.",
+            "Ascend has no matrix products of 64-bit floats, and HCCL does not reduce them.",
+            "Use precision='32-true', or accelerator='cpu'.",
+        )
     if precision not in _PRECISIONS:
         raise NotAvailableError(
             f"precision={precision!r} is not available yet with strategy='ascend_hybrid'.",

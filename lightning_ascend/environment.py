@@ -11,11 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ascend_core import env
+from ascend_core import binding, env
 from ascend_core.config import HybridConfig
 from ascend_core.device import BACKENDS
+from ascend_core.errors import ConfigError
 from ascend_core.mesh import HybridMesh, Layout, build_mesh
-from lightning_ascend import checks, data
+from lightning_ascend import checks, data, workers
 from lightning_ascend._lightning import start_process_group, uses_distributed_sampler
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -51,6 +52,7 @@ class EnvironmentMixin:
 
     def _configure_launcher(self) -> None:
         """Let the launcher check everything that one process can know, before it starts the others."""
+        self._find_local_rank()
         super()._configure_launcher()  # type: ignore[misc]
         launcher: Any = self._launcher  # type: ignore[attr-defined]
         launch = launcher.launch
@@ -61,9 +63,24 @@ class EnvironmentMixin:
 
         launcher.launch = checked_launch
 
+    def _find_local_rank(self) -> None:
+        """A foreign launcher may set RANK only; Lightning would take this process for the one that starts the others."""
+        nodes, per_node = int(self.num_nodes), int(self.num_processes)  # type: ignore[attr-defined]
+        world = env.read("WORLD_SIZE")
+        started = env.read("RANK") is not None and world is not None and int(world) > 1
+        if started and env.read("LOCAL_RANK") is None and not self.cluster_environment.creates_processes_externally:  # type: ignore[attr-defined]
+            if world != nodes * per_node:
+                raise ConfigError(
+                    f"WORLD_SIZE={world}, but devices={per_node} x num_nodes={nodes} is {nodes * per_node}.",
+                    "RANK and WORLD_SIZE say that a launcher started this process as one of several.",
+                    "Set devices to the processes per node and num_nodes to the number of nodes.",
+                )
+            env.write("LOCAL_RANK", binding.local_rank(nodes))
+        binding.check_local_rank(self.local_rank, per_node)  # type: ignore[attr-defined]
+
     def _check(self, trainer: Any) -> None:
         world_size = self.num_nodes * self.num_processes  # type: ignore[attr-defined]
-        checks.check_precision(str(self.precision_plugin.precision))  # type: ignore[attr-defined]
+        checks.check_precision(str(self.precision_plugin.precision), self.root_device.type)  # type: ignore[attr-defined]
         module = self.lightning_module  # type: ignore[attr-defined]
         if module is not None and not self._is_spread(module):  # type: ignore[attr-defined]
             self._planned = checks.check_module(module, self.config, world_size, self.pipeline_module)
@@ -130,8 +147,9 @@ class EnvironmentMixin:
         return {"num_replicas": self.layout.dp, "rank": self.mesh.rank("dp")}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Deal iterable datasets and seed workers by replica, when pipeline or tensor parallel is on."""
+        """Check the loader's workers; with pipeline or tensor parallel, deal iterable datasets and seed workers by replica."""
         assert self.mesh is not None
+        workers.check_workers(dataloader, self.root_device)  # type: ignore[attr-defined]
         if self.layout.pp == 1 and self.layout.tp == 1:
             return dataloader
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]

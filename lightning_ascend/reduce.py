@@ -7,9 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ascend_core import hccl
 from ascend_core.mesh import HybridMesh
 
-_OPS = {"sum": "SUM", "max": "MAX", "min": "MIN", "product": "PRODUCT", "mean": "SUM", "avg": "SUM"}
+_OPS = {"sum": "SUM", "max": "MAX", "min": "MIN", "product": "PRODUCT", "mean": "AVG", "avg": "AVG"}
+
+
+def _name(reduce_op: Any) -> str | None:
+    """The name of a reduction, or None for one that only its backend knows."""
+    if isinstance(reduce_op, str):
+        return _OPS[reduce_op.lower()]
+    return next((n for n in sorted(set(_OPS.values())) if reduce_op == getattr(dist.ReduceOp, n)), None)
 
 
 class ReduceMixin:
@@ -23,29 +31,28 @@ class ReduceMixin:
         Args:
             tensor: Any shape and dtype; other values are returned as they are.
             group: Another process group.
-            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or a ``ReduceOp``. The mean of integers is a float:
-                HCCL cannot average integers, and truncating them would be wrong.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or a ``ReduceOp``. The mean of integers and flags is a
+                float: HCCL cannot average integers, and truncating them would be wrong.
 
         Returns:
             The reduced tensor. Like Lightning's, a floating tensor is reduced in place.
 
         Communication:
-            One all-reduce over the data-parallel group.
+            One all-reduce over the data-parallel group; see :func:`ascend_core.hccl.all_reduce` for 64-bit floats.
         """
         if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
             return tensor
         if group is None:
             group = self.mesh.group("dp") if self.mesh is not None else dist.group.WORLD
-        size = dist.get_world_size(group)
-        name = reduce_op.lower() if isinstance(reduce_op, str) else None
-        mean = name in ("mean", "avg") or (name is None and reduce_op == dist.ReduceOp.AVG)
-        if mean and not tensor.is_floating_point():
+        name = _name(reduce_op)
+        if name == "AVG" and not tensor.is_floating_point():
             tensor = tensor.float()
-        if size == 1:
+        if dist.get_world_size(group) == 1:
             return tensor
-        op = dist.ReduceOp.SUM if mean else getattr(dist.ReduceOp, _OPS[name]) if name is not None else reduce_op
-        dist.all_reduce(tensor, op=op, group=group)
-        return tensor.div_(size) if mean else tensor
+        if name is None:
+            dist.all_reduce(tensor, op=reduce_op, group=group)
+            return tensor
+        return hccl.all_reduce(tensor, name, group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree on a decision over all ranks; ``all=False`` means any. Communication: one all-reduce of one int32."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ascend_core.config import HybridConfig, resolve
+from ascend_core.device import check_recomputation
 from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh, Layout
 from ascend_core.parallel import ParallelModel, parallelize
@@ -156,6 +157,8 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
             )
             if not self._is_plain:
                 module.__dict__[_MARK] = self
+        if fitting and self.root_device.type == "npu":  # type: ignore[attr-defined]
+            check_recomputation(self.root_device)  # type: ignore[attr-defined]
         self._no_inference_mode(trainer)
         self._group_metrics(module)
         if fitting:

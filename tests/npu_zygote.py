@@ -1,7 +1,7 @@
 """A process on the emulated machine that forks NPU ranks for the tests and runs functions on them.
 
-Started as ``python -m ascend_emulator npu_zygote.py ADDRESS``. torch and torch_npu are imported once, before the first
-fork and before any device is used.
+Started as ``python -m ascend_emulator npu_zygote.py ADDRESS``. torch, torch_npu and lightning are imported once, before
+the first fork. No device is used or counted before it, so that a rank may still choose which ones are visible.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("ASCEND_DEVICE", None)
 
-import torch
+import lightning.pytorch  # noqa: F401
 import torch_npu  # noqa: F401
 from rank_pool import RankError, RankPool
 
@@ -39,5 +40,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    assert torch.npu.is_available()
     main(sys.argv[1])

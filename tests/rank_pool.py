@@ -64,7 +64,13 @@ class RankPool:
         self._workers: list[_Worker | None] = [None] * size
 
     def run(
-        self, world_size: int, function: Callable[..., Any] | str, *args: Any, deadline_s: float = DEADLINE_S, **kwargs: Any
+        self,
+        world_size: int,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        deadline_s: float = DEADLINE_S,
+        environment: dict[str, str | None] | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
         """Run ``function(*args, **kwargs)`` on every rank.
 
@@ -73,6 +79,8 @@ class RankPool:
             function: A module-level function, or its name ``module:function``; it is sent by name.
             args: Positional arguments, picklable.
             deadline_s: After this many seconds the ranks' stacks are printed and the workers killed.
+            environment: Variables to set, or to remove, for workers that only this run uses: they are new, bound to no
+                device, and have no process group.
             kwargs: Keyword arguments, picklable.
 
         Returns:
@@ -81,13 +89,17 @@ class RankPool:
         Raises:
             RankError: A rank raised, died or hung.
         """
+        if environment is not None:
+            self._renew(world_size)
         workers = [self._worker(rank) for rank in range(world_size)]
         store = tempfile.mktemp(prefix="store_", dir=self._folder)
         name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
-        task = (name, args, kwargs, world_size, store, _free_port(), self._device_type)
+        task = (name, args, kwargs, world_size, store, _free_port(), self._device_type, environment)
         for rank, worker in enumerate(workers):
             worker.pipe.send((*task, rank))
         outcomes = self._collect(workers, deadline_s)
+        if environment is not None:
+            self._renew(world_size)
         failed = {r: o for r, o in enumerate(outcomes) if o[0] != "ok"}
         if failed:
             text = "\n".join(f"--- rank {r}: {o[0]}\n{o[-1]}" for r, o in failed.items())
@@ -134,6 +146,10 @@ class RankPool:
         worker.runs += 1
         return worker
 
+    def _renew(self, world_size: int) -> None:
+        for rank in range(world_size):
+            self._kill(rank)
+
     def _kill(self, rank: int) -> None:
         worker = self._workers[rank]
         if worker is not None:
@@ -157,6 +173,7 @@ def _free_port() -> int:
 def _serve(pipe: Connection, stacks: Path, inherited: list[Connection]) -> None:
     for other in inherited:
         other.close()
+    mp.current_process()._config["daemon"] = False  # a daemon may not start the workers of a DataLoader
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         torch.set_num_threads(1)
@@ -170,21 +187,30 @@ def _serve(pipe: Connection, stacks: Path, inherited: list[Connection]) -> None:
             pipe.send(_outcome(task))
 
 
+def _start_group(device_type: str, store: str, rank: int, world_size: int) -> None:
+    if device_type == "npu":
+        torch.npu.set_device(rank)
+    backend = "cpu:gloo,npu:hccl" if device_type == "npu" else "gloo"
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+
+
 def _outcome(task: tuple[Any, ...]) -> tuple[Any, ...]:
-    name, args, kwargs, world_size, store, port, device_type, rank = task
+    name, args, kwargs, world_size, store, port, device_type, environment, rank = task
     variables = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "rank_pool",
     }  # fmt: skip
     before = dict(os.environ)
     os.environ.update({k: str(v) for k, v in variables.items()})
+    for key, value in (environment or {}).items():
+        os.environ.pop(key, None)
+        if value is not None:
+            os.environ[key] = value
     try:
         module, _, function = name.partition(":")
-        timeout = timedelta(seconds=GROUP_TIMEOUT_S)
-        if device_type == "npu":
-            torch.npu.set_device(rank)
-        backend = "cpu:gloo,npu:hccl" if device_type == "npu" else "gloo"
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+        if environment is None:
+            _start_group(device_type, store, rank, world_size)
         torch.manual_seed(0)
         result = getattr(importlib.import_module(module), function)(*args, **kwargs)
         return ("ok", result)
