@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE ?= 1
 
-.PHONY: setup demo demo-cpu test lint bench clean
+.PHONY: setup demo demo-cpu test conformance lint bench clean
 
 setup: $(READY)
 
@@ -26,6 +26,9 @@ demo-cpu: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -q
+
+conformance: $(READY)
+	$(BIN)/python tests/conformance/run.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -111,10 +111,11 @@ def _out_like(tensor: torch.Tensor, kind: str, device: str) -> torch.Tensor:
 
 def _wrong_device(case: Case, expected: Any) -> Verdict:
     """A CPU tensor cannot take an NPU's result."""
-    call = case.place("npu")
-    if not call.tensors():
+    call, cpu = case.place("npu"), case.place("cpu")
+    given = _map(expected, lambda t: _out_like(t, "right", "cpu"))
+    if not call.tensors() or attempt(cpu.run, case.op.op, out=given).error is not None:
         return None
-    outcome = attempt(call.run, case.op.op, out=_map(expected, lambda t: _out_like(t, "right", "cpu")))
+    outcome = attempt(call.run, case.op.op, out=_map(given, torch.empty_like))
     if not isinstance(outcome.error, RuntimeError):
         raise MismatchError(f"a CPU tensor as out= of NPU tensors: {outcome.error!r}"[:300])
     return "refused"
