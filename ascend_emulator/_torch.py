@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,16 +55,53 @@ ROWS: tuple[Row, ...] = (
         "OpOverload exposes its schema publicly",
     ),
     Row(
+        "torch._C._should_allow_numbers_as_tensors",
+        "Numbers that torch had turned into tensors reach Python as numbers; not every overload takes them back.",
+        "torch/csrc/autograd/init.cpp",
+        "Python kernels receive such tensors as tensors",
+    ),
+    Row(
+        "torch.ops.aten.add.Tensor._op_dk",
+        "torch's derivative of an operator for which torch_npu registers its own.",
+        "torch/_ops.py",
+        "an operator can be called with the kernel of another dispatch key publicly",
+    ),
+    Row(
         "torch.utils._pytree.tree_map",
         "Arguments nest tensors in lists.",
         "torch/utils/_pytree.py",
         "torch has a public pytree",
+    ),
+    Row(
+        "torch._C._ForceDispatchKeyGuard",
+        "Autograd on the CPU inside a kernel, which runs below autograd.",
+        "torch/csrc/utils/python_dispatch.cpp",
+        "torch has a public way to differentiate inside a kernel",
+    ),
+    Row(
+        "torch._C._dispatch_tls_local_exclude_set",
+        "The dispatch keys that a kernel runs without.",
+        "torch/csrc/utils/python_dispatch.cpp",
+        "torch has a public way to differentiate inside a kernel",
+    ),
+    Row(
+        "torch._C._dispatch_tls_local_include_set",
+        "The dispatch keys that a kernel runs with in addition.",
+        "torch/csrc/utils/python_dispatch.cpp",
+        "torch has a public way to differentiate inside a kernel",
+    ),
+    Row(
+        "torch._C._dispatch_keyset_full_after",
+        "To go on to torch_npu's own kernel from a kernel that explains its errors.",
+        "torch/csrc/utils/python_dispatch.cpp",
+        "torch has a public way to call the next kernel",
     ),
 )
 
 operator_names = torch._C._dispatch_get_all_op_names
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 neg_view = torch._neg_view
+takes_numbers = torch._C._should_allow_numbers_as_tensors
 
 
 def schema(op: Any) -> Any:
@@ -70,6 +109,28 @@ def schema(op: Any) -> Any:
     return op._schema
 
 
+def torchs_autograd(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator overload through torch's own autograd kernel; what it calls goes where its tensors are."""
+    return op._op_dk(torch._C.DispatchKey.Autograd, *args, **kwargs)
+
+
 def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
     """A storage over memory that something else owns."""
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+
+
+@contextmanager
+def autograd_inside_kernel() -> Iterator[None]:
+    """Let operators on CPU tensors record gradients, though the caller runs below autograd."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+def next_kernel(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Go on from a kernel for the key ``BackendSelect`` to the one of the device."""
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    return op.redispatch(keys & after, *args, **kwargs)

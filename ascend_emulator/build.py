@@ -18,7 +18,18 @@ from ascend_emulator.errors import EmulatorError
 SOURCES = Path(__file__).parent / "csrc"
 OPERATORS = Path(__file__).parent / "cpp" / "ops.cpp"
 OPERATOR_LIBRARY = "libascend_emulator_operators.so"
-RUNTIME = ("runtime.c", "memory.c", "stream.c", "event.c", "overflow.c", "faults.c", "aclop.c", "unsupported.c")
+RUNTIME = (
+    "runtime.c",
+    "memory.c",
+    "virtual.c",
+    "shared.c",
+    "stream.c",
+    "event.c",
+    "overflow.c",
+    "faults.c",
+    "aclop.c",
+    "unsupported.c",
+)
 HCCL = ("hccl_comm.c", "hccl_port.c", "hccl_link.c", "hccl_reduce.c", "hccl_ops.c", "hccl_p2p.c")
 ALIASES = ("acl_op_compiler", "opapi", "nnopbase", "ge_runner", "graph", "acl_tdt_channel")
 """Libraries that torch_npu opens by name and that need nothing of their own: they lead to ``ascendcl``."""

@@ -43,6 +43,7 @@ def report() -> str:
     import torch_npu
 
     from ascend_emulator import rules
+    from ascend_emulator.fused.registry import FORMULAS
     from ascend_emulator.ops import layers
 
     done, missing = functions()
@@ -57,12 +58,15 @@ Settings
 aten operators: {sum(served.values())} over torch's CPU kernels
   {served["cpp"]} in the C++ layer, {served["python"]} in the Python layer, {served["decomposed"]} decomposed
 
+npu operators with a formula ({len(FORMULAS)}); others run torch_npu's own code where that needs no kernel, or raise
+  {" ".join(sorted(FORMULAS))}
+
 CANN and HCCL functions emulated ({len(done)})
   {" ".join(done)}
 
 Not emulated: they fail and say their name ({len(missing)})
   {" ".join(missing)}
-  any operator that torch_npu starts itself, but for Cast, Fill, Pad
+  any operator that torch_npu starts itself, but for those in csrc/aclop.c
 
 Not modelled: numerics, formats, speed and timing of NPU kernels; profiler; graph mode; compilation for NPUs
 """

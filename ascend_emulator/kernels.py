@@ -10,14 +10,15 @@ operators that need neither random numbers nor ``out=``, and faster.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ascend_emulator import _torch, rules, saturation
+from ascend_emulator import _torch, float_status, rules, saturation
 from ascend_emulator._torch import tree_map
-from ascend_emulator.alias import CPU, as_cpu, to_npu
+from ascend_emulator.alias import CPU, as_cpu, follow, to_npu
 from ascend_emulator.load import runtime
 from ascend_emulator.random_state import cpu_generator, seeded_default
 
@@ -38,7 +39,9 @@ class _Devices:
     def __init__(self, name: str, flags: int) -> None:
         self.name, self.mixed = name, bool(flags & rules.MIXED)
         self.device: torch.device | None = None
-        self.elsewhere = self.any_cpu = self.any_npu = False
+        self.elsewhere = self.any_cpu = self.any_npu = self.scalars = False
+        self.storages: dict[int, tuple[Any, Any]] = {}
+        self.aliases: dict[int, torch.Tensor] = {}
         self.types: set[torch.dtype] = set()
 
     def convert(self, value: Any) -> Any:
@@ -57,9 +60,17 @@ class _Devices:
                 raise _different(self.name, self.device, tensor.device)
             self.types.add(tensor.dtype)
             self.any_npu, self.device = True, tensor.device
-            return as_cpu(tensor)
+            if id(tensor) not in self.aliases:
+                self.aliases[id(tensor)] = as_cpu(tensor, self.storages)
+            return self.aliases[id(tensor)]
         self.any_cpu |= tensor.dim() > 0
+        self.scalars = True
         return tensor
+
+    def check_written(self, values: Iterable[Any]) -> None:
+        """A zero-dimensional CPU tensor may be read, but not written."""
+        if self.any_npu and not self.mixed and any(t.device.type == "cpu" for t in _tensors(values)):
+            raise _different(self.name, self.device, CPU)
 
     def result_device(self) -> torch.device:
         if self.any_npu and self.any_cpu and not self.mixed:
@@ -70,6 +81,11 @@ class _Devices:
 
 
 def _different(name: str, one: object, other: object) -> RuntimeError:
+    if CPU in (one, other):  # the words of torch_npu
+        return RuntimeError(
+            "Expected all tensors to be on the same device. Expected NPU tensor, please check whether the input tensor "
+            f"device is correct. ({name}: {one} and {other})"
+        )
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! ({name})"
     )
@@ -88,6 +104,8 @@ class Kernel:
         self.flags = rules.flags(op)
         self.generator = next((i for i, a in enumerate(schema.arguments) if a.name == "generator"), None)
         self.seeded = torch.Tag.nondeterministic_seeded in op.tags
+        takes_numbers = _torch.takes_numbers(schema.name.partition("::")[2])
+        self.tensors = [] if takes_numbers else [i for i, a in enumerate(schema.arguments) if str(a.type) == "Tensor"]
         self.pins = any(a.name == "pin_memory" for a in schema.arguments)
         written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
         self.written = [(i, a.name) for i, a in written if not a.kwarg_only]
@@ -105,6 +123,10 @@ class Kernel:
         devices = _Devices(self.name, self.flags)
         cpu_args, cpu_kwargs = tree_map(devices.convert, (args, kwargs))
         device = devices.result_device()
+        if devices.scalars:
+            devices.check_written(
+                [*(args[i] if i < len(args) else kwargs.get(n) for i, n in self.written), *map(kwargs.get, self.outs)]
+            )
         if self.pins and "pin_memory" in cpu_kwargs:
             cpu_kwargs["pin_memory"] = False
         rules.check_types(self.name, self.flags, devices.types)
@@ -113,7 +135,8 @@ class Kernel:
         result = self._run(list(cpu_args), cpu_kwargs, device)
         if devices.elsewhere:
             return result
-        if self.flags & rules.SATURATES and saturation.on():
+        computes = self.flags & rules.SATURATES or (self.flags & rules.CASTS and len(devices.types) > 1)
+        if computes and saturation.on():
             saturation.clamp([cpu_args[i] if i < len(cpu_args) else cpu_kwargs.get(n) for i, n in self.written], device)
             saturation.clamp(result, device)
         if isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16:
@@ -130,9 +153,12 @@ class Kernel:
                 args[self.generator] = cpu_generator(args[self.generator], device)
             else:
                 kwargs = {**kwargs, "generator": cpu_generator(kwargs.get("generator"), device)}
+        op = self.op
+        if any(isinstance(args[i], (int, float, complex)) for i in self.tensors if i < len(args)):
+            op = op.overloadpacket  # a number that torch had made a tensor of: the overload for numbers
         own_stream = seeded_default(device) if self.seeded and self.generator is None else nullcontext()
         with own_stream:
-            return self.op(*args, **kwargs)
+            return op(*args, **kwargs)
 
     def _back(self, place: tuple[int, str] | None, value: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         if place is not None:
@@ -145,24 +171,60 @@ class Kernel:
         return value
 
     def _into_outs(self, args: Any, cpu_kwargs: dict[str, Any], kwargs: dict[str, Any], device: torch.device) -> Any:
-        """Compute into fresh tensors, then grow and fill the caller's."""
-        fresh = {
-            n: tree_map(lambda t: torch.empty(0, dtype=t.dtype) if isinstance(t, torch.Tensor) else t, kwargs.get(n))
-            for n in self.outs
-        }
-        self._run(list(args), {**cpu_kwargs, **fresh}, device)
+        """Compute into the caller's memory; a tensor that grows, shrinks or changes its strides does so on the NPU too."""
+        try:
+            self._run(list(args), cpu_kwargs, device)
+        except RuntimeError as error:
+            if "not resizable" not in str(error):
+                raise
+            cpu_kwargs = self._growing(args, cpu_kwargs)
+            self._run(list(args), cpu_kwargs, device)
+        values = [cpu_kwargs.get(n) for n in self.outs]
         if self.flags & rules.SATURATES and saturation.on():
-            saturation.clamp(list(fresh.values()), device)
-        for name in self.outs:
-            targets, values = kwargs.get(name), fresh[name]
-            if isinstance(targets, torch.Tensor):
-                targets, values = [targets], [values]
-            for target, value in zip(targets or (), values or (), strict=True):
-                if target.size() != value.size():
-                    target.resize_(value.size())
-                if value.numel():
-                    as_cpu(target).copy_(value)
+            saturation.clamp(values, device)
         results = [kwargs.get(n) for n in self.outs]
+        for target, value in zip(_tensors(results), _tensors(values), strict=True):
+            follow(target, value)
         if not self.returns:
             return None
         return results[0] if len(self.returns) == 1 else tuple(results)
+
+    def _growing(self, args: Any, cpu_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Foreign memory cannot grow, so the CPU kernel makes its own; it may not read what it replaces."""
+        outs = {n: cpu_kwargs.get(n) for n in self.outs}
+        inputs = _tensors([*args, *(v for n, v in cpu_kwargs.items() if n not in outs)])
+        memory = {id(t.untyped_storage()) for t in inputs}
+        if any(id(t.untyped_storage()) in memory for t in _tensors(outs.values())):
+            raise RuntimeError(
+                "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory "
+                f"location, and the latter must grow. Please clone() the tensor before performing the operation. ({self.name})"
+            )
+        fresh = tree_map(lambda v: torch.empty(0, dtype=v.dtype) if isinstance(v, torch.Tensor) else v, outs)
+        return {**cpu_kwargs, **fresh}
+
+
+class ScalerKernel(Kernel):
+    """The check of a gradient scaler: in saturating mode no gradient is infinite, and the device's flag tells instead.
+
+    The flag is cleared, since ``torch.amp.GradScaler`` does not know of it.
+    """
+
+    def __init__(self, op: Any) -> None:
+        super().__init__(op)
+        self.simple = False
+
+    def __call__(self, grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """Unscale gradients in place and set ``found_inf`` if any is not finite or the device has overflowed."""
+        super().__call__(grads, found_inf, inv_scale)
+        index = found_inf.device.index
+        if saturation.on() and float_status.flag(index):
+            found_inf.fill_(1.0)
+            float_status.clear(index)
+
+
+SPECIAL = {"_amp_foreach_non_finite_check_and_unscale_": ScalerKernel}
+"""Operators with a kernel class of their own."""
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [t for v in values for t in (v if isinstance(v, (list, tuple)) else [v]) if isinstance(t, torch.Tensor)]

@@ -65,20 +65,35 @@ def prepare(devices: int | None = None, soc: str | None = None) -> None:
     _add_paths()
     if not _loaded:
         folder = build()
-        _loaded.extend(ctypes.CDLL(str(folder / f"lib{name}.so")) for name in LIBRARIES)
+        mode = ctypes.RTLD_GLOBAL  # so that a preloaded library finds the functions that it wraps
+        _loaded.extend(ctypes.CDLL(str(folder / f"lib{name}.so"), mode) for name in LIBRARIES)
         importlib.import_module("ascend_emulator.faults").from_environment()
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)  # type: ignore[arg-type]
 
 
 def runtime() -> ctypes.CDLL:
-    """The loaded ``libascendcl.so``."""
-    return _loaded[0]
+    """The loaded ``libascendcl.so``.
+
+    Raises:
+        EmulatorError: The emulator is not active in this process.
+    """
+    return _library(0)
 
 
 def hccl() -> ctypes.CDLL:
-    """The loaded ``libhccl.so``."""
-    return _loaded[1]
+    """The loaded ``libhccl.so``; see :func:`runtime`."""
+    return _library(1)
+
+
+def _library(index: int) -> ctypes.CDLL:
+    if not _loaded:
+        raise EmulatorError(
+            "The emulator is not active in this process.",
+            "Its libraries are loaded before torch is imported.",
+            "Call ascend_emulator.activate(), or run under python -m ascend_emulator.",
+        )
+    return _loaded[index]
 
 
 def _add_paths() -> None:
@@ -120,6 +135,7 @@ def _wrap(spec: ModuleSpec) -> ModuleSpec:
     def exec_module(module: ModuleType) -> None:
         execute(module)
         importlib.import_module("ascend_emulator.ops").install()
+        importlib.import_module("ascend_emulator.fused").install()
 
     loader.exec_module = exec_module
     return spec

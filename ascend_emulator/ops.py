@@ -9,13 +9,13 @@ import torch
 
 from ascend_emulator import _torch
 from ascend_emulator.fast import fast_layer
-from ascend_emulator.kernels import Kernel
+from ascend_emulator.kernels import SPECIAL, Kernel
 
 _TORCH_NPU_OWN = frozenset(
     "empty.memory_format empty_strided as_strided view _reshape_alias set_.source_Storage set_.source_Storage_storage_offset "
     "set_ set_.source_Tensor resize_ detach alias unfold record_stream is_pinned _pin_memory pin_memory is_set_to "
     "view_as_real view_as_complex unsafe_split split expand _local_scalar_dense transpose t slice select unsqueeze squeeze "
-    "permute lift lift_fresh empty_with_format".split()
+    "permute lift lift_fresh empty_with_format _to_copy".split()
 )
 """Memory and views: torch_npu's own code does these right, without launching a kernel."""
 
@@ -59,7 +59,8 @@ def _install_one(library: torch.library.Library, name: str, qualified: str, simp
     if torch.Tag.inplace_view in op.tags or any(r.alias_info and not r.alias_info.is_write for r in _torch.schema(op).returns):
         return  # changes or shares metadata only: torch_npu's own
     has = _torch.has_kernel
-    if has(name, "CompositeImplicitAutograd"):
+    own_autograd = has(name, "Autograd")
+    if has(name, "CompositeImplicitAutograd") and not (own_autograd and has(name, "CPU")):
         overridden = [k for k in ("AutogradPrivateUse1", "PrivateUse1") if has(name, k)]
         for key in ("AutogradPrivateUse1", "PrivateUse1") if overridden else ():
             library.impl(qualified, _decompose(op), key, allow_override=True)
@@ -68,13 +69,24 @@ def _install_one(library: torch.library.Library, name: str, qualified: str, simp
     explicit = has(name, "CompositeExplicitAutograd") or has(name, "CompositeExplicitAutogradNonFunctional")
     if not has(name, "CPU") and not (explicit and has(name, "PrivateUse1")):
         return
-    kernel = Kernel(op)
+    kernel = SPECIAL.get(qualified, Kernel)(op)
     if simple is not None and kernel.simple:
         simple[qualified] = kernel.flags
         _layers[qualified] = "cpp"
     else:
         library.impl(qualified, kernel, "PrivateUse1", allow_override=True)
         _layers[qualified] = "python"
+    if own_autograd and has(name, "AutogradPrivateUse1"):
+        library.impl(qualified, _torchs_autograd(op), "AutogradPrivateUse1", allow_override=True)
+
+
+def _torchs_autograd(op: Any) -> Any:
+    """torch_npu's own derivative starts NPU kernels by itself; torch's is made of operators."""
+
+    def differentiable(*args: Any, **kwargs: Any) -> Any:
+        return _torch.torchs_autograd(op, *args, **kwargs)
+
+    return differentiable
 
 
 def _decompose(op: Any) -> Any:

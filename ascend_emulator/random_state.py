@@ -30,13 +30,29 @@ def cpu_generator(generator: torch.Generator | None, device: torch.device | None
     """
     if generator is not None and generator.device.type == "cpu":
         return generator
+    return generator_at(*draw(generator, device))
+
+
+def draw(generator: torch.Generator | None, device: torch.device | None, steps: int = 4) -> tuple[int, int]:
+    """Seed and offset of an NPU generator, which then moves on.
+
+    Args:
+        generator: An NPU generator, or None for the device's default one.
+        device: The device of the call, or None for the current one.
+        steps: How far it moves, a multiple of 4 as on a real NPU.
+    """
     if generator is None:
         index = torch.npu.current_device() if device is None or device.index is None else device.index  # type: ignore[attr-defined]
         generator = torch.npu.default_generators[index]  # type: ignore[attr-defined]
     seed, offset = struct.unpack("<Qq", bytes(generator.get_state().tolist()[-16:]))
+    generator.set_offset(offset + steps)
+    return seed, offset
+
+
+def generator_at(seed: int, offset: int) -> torch.Generator:
+    """The CPU generator that stands for a seed and an offset: the same ones give the same numbers."""
     own = torch.Generator("cpu")
     own.manual_seed(_mix(seed, offset))
-    generator.set_offset(offset + 4)
     return own
 
 

@@ -14,8 +14,9 @@ import torch
 
 from ascend_emulator import _torch
 
-MIXED, NO_FLOAT64, SATURATES = 1, 2, 4
-"""Flags of an operator: operands may be on different devices; float64 is refused; results are clamped in saturating mode."""
+MIXED, NO_FLOAT64, SATURATES, CASTS = 1, 2, 4, 8
+"""Flags of an operator: operands may be on different devices; float64 is refused; results are clamped in saturating mode;
+they are if operands on NPUs differ in type."""
 
 MIXED_DEVICES = frozenset(
     "copy_ _to_copy _copy_from _copy_from_and_resize index index_put index_put_ _index_put_impl_ _unsafe_index set_ "
@@ -41,7 +42,7 @@ FLOAT64_REFUSED = frozenset(
 """Matrix, convolution, normalization, attention, activation, loss, sorting and gathering operators without fp64 in the list."""
 
 _MOVES = frozenset(
-    "copy_ clone fill_ full full_like zeros zeros_like ones ones_like zero_ masked_fill masked_fill_ where cat stack gather "
+    "clone fill_ full full_like zeros zeros_like ones ones_like zero_ masked_fill masked_fill_ where cat stack gather "
     "index index_select index_put index_put_ _index_put_impl_ scatter scatter_ select_scatter slice_scatter "
     "constant_pad_nd masked_select masked_scatter masked_scatter_ tril triu flip roll repeat index_copy index_copy_ "
     "index_fill index_fill_ take empty_like new_full isfinite nan_to_num nan_to_num_ _unsafe_index embedding sort topk "
@@ -62,7 +63,8 @@ def flags(op: Any) -> int:
     """The flags of an operator overload in this process."""
     name = base(op)
     refused = name in FLOAT64_REFUSED and os.environ.get("ASCEND_EMULATOR_FLOAT64") != "allow"
-    return (MIXED if name in MIXED_DEVICES else 0) | (NO_FLOAT64 if refused else 0) | (0 if name in _MOVES else SATURATES)
+    saturates = CASTS if name == "copy_" else 0 if name in _MOVES else SATURATES
+    return (MIXED if name in MIXED_DEVICES else 0) | (NO_FLOAT64 if refused else 0) | saturates
 
 
 def soc() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ascend_emulator import float_status
 from ascend_emulator.load import runtime
 
 _saturate = ctypes.c_int.in_dll(runtime(), "emu_saturate")
@@ -34,19 +35,4 @@ def clamp(value: Any, device: torch.device) -> None:
             clamp(v, device)
     elif isinstance(value, torch.Tensor) and value.dtype in _CLAMPED and not torch.isfinite(value).all():
         torch.nan_to_num_(value, 0.0)
-        raise_flag(device.index)
-
-
-def raise_flag(index: int) -> None:
-    """Raise the float status of a device."""
-    runtime().emu_raise_float_status(index)
-
-
-def flag(index: int) -> bool:
-    """The float status of a device: whether a value did not fit since it was last cleared."""
-    return bool(runtime().emu_float_status(index))
-
-
-def clear(index: int) -> None:
-    """Clear the float status of a device."""
-    runtime().emu_clear_float_status(index)
+        float_status.raise_flag(device.index)

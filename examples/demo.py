@@ -36,9 +36,7 @@ def run(out: Path, accelerator: str, threads: int, environment: dict[str, str], 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--accelerator", choices=["npu", "cpu"], default="npu", help="of the eight ranks (default: npu, emulated)"
-    )
+    parser.add_argument("--accelerator", choices=["npu", "cpu"], default="npu", help="of the eight ranks")
     accelerator = parser.parse_args().accelerator
     where = "8 emulated NPUs over HCCL" if accelerator == "npu" else "8 CPU ranks over gloo"
     console = Console()

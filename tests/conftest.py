@@ -38,3 +38,17 @@ def plain(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("plain")
     result = pool.run(1, lit.fit_plain, "lightning.pytorch", str(folder), {}, deadline_s=120)[0]
     return {**result, "checkpoint": lit.saved(result["best"]), "last": str(folder / "last.ckpt")}
+
+
+@pytest.fixture(scope="session")
+def python_pool() -> Iterator[NpuPool]:
+    """A machine whose operators all run in the Python layer."""
+    pool = NpuPool(ASCEND_EMULATOR_OPS="python")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session", params=["cpp", "python"])
+def either(request: pytest.FixtureRequest) -> tuple[str, NpuPool]:
+    """Each operator layer in turn."""
+    return request.param, request.getfixturevalue("npu_pool" if request.param == "cpp" else "python_pool")

@@ -52,6 +52,8 @@ def operators() -> list[str]:
 
 def rules() -> dict[str, Any]:
     """In-place, out=, mixed devices, memory limits, random states, direct operators, streams."""
+    import torch_npu
+
     seen: dict[str, Any] = {}
     x = torch.arange(6.0, device=here()).view(2, 3)
     x.t().mul_(2)
@@ -63,6 +65,7 @@ def rules() -> dict[str, Any]:
     for name, call in {
         "mixed": lambda: x + torch.ones(2, 3), "device": lambda: torch.ones(1, device="npu:99"),
         "memory": lambda: torch.empty(2**40, device=here()),
+        "channels last": lambda: torch.ones(1, 2, 3, 4, device=here()).to(memory_format=torch.channels_last),
     }.items():  # fmt: skip
         try:
             call()
@@ -84,6 +87,8 @@ def rules() -> dict[str, Any]:
         event.record()
     torch.npu.current_stream().wait_event(event)
     seen["streams"] = (y - 1).cpu().equal(x.cpu())
+    seen["a copy that does not block is pinned"] = x.to("cpu", non_blocking=True).is_pinned() and not x.cpu().is_pinned()
+    seen["another format, the same values"] = torch_npu.npu_format_cast(x, 0).cpu().equal(x.cpu())
     return seen
 
 
@@ -93,7 +98,7 @@ def refused_types() -> dict[str, str]:
     for dtype in (torch.float64, torch.uint8, torch.uint64):
         for name in ("all_reduce", "reduce_scatter"):
             try:
-                t = torch.tensor([1, 2], device=here()).to(dtype)
+                t = torch.tensor([1, 2]).to(dtype).to(here())
                 if name == "all_reduce":
                     dist.all_reduce(t)
                 else:

@@ -29,7 +29,7 @@ def every_type() -> list[str]:
         for op, value in wanted.items():
             if op == "AVG" and not dtype.is_floating_point:
                 continue
-            t = torch.full((3, 2), rank + 1, device=here()).to(dtype)
+            t = torch.full((3, 2), rank + 1).to(dtype).to(here())
             out = hccl.all_reduce(t, op)
             if out is not t or t.dtype != dtype or t.device != here() or not bool((t.cpu().double() == value).all()):
                 wrong.append(f"{dtype} {op}: {t.cpu().flatten()[0]}")

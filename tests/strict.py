@@ -48,6 +48,8 @@ def mixed_devices() -> dict[str, str]:
         "npu and cpu": _text(lambda: a + torch.ones(2)),
         "in a list": _text(lambda: torch.cat([a, b])),
         "out": _text(lambda: torch.add(a, torch.ones(2), out=torch.empty(2, device="npu:0"))),
+        "zero-dim out": _text(lambda: torch.add(a[0], a[1], out=torch.tensor(1.0))),
+        "zero-dim in place": _text(lambda: torch.tensor(1.0).add_(a[0])),
         "zero-dim cpu": _text(lambda: (a + torch.tensor(2.0)).sum().item()),
         "copy": _text(lambda: a.clone().copy_(b * 3).sum().item()),
         "index": _text(lambda: a[torch.tensor([0, 1])].sum().item()),
@@ -88,27 +90,58 @@ def saturating_by_switch() -> dict[str, Any]:
 
 def saturating() -> dict[str, Any]:
     """Values that do not fit, and the status flag."""
-    from ascend_emulator import saturation
+    from ascend_emulator import float_status
 
     device = torch.npu.current_device()
-    saturation.clear(device)
+    float_status.clear(device)
     big = torch.full((3,), 60000.0, dtype=torch.float16, device="npu")
-    seen: dict[str, Any] = {"flag before": (saturation.flag(device), (big / 2).tolist(), saturation.flag(device))}
-    seen["doubled"] = ((big * 2).tolist(), (-big * 2).tolist(), saturation.flag(device))
-    saturation.clear(device)
-    seen["in place"] = (big.clone().mul_(2).tolist(), saturation.flag(device))
-    saturation.clear(device)
+    float_status.raise_flag(device + 1)  # of another device
+    seen: dict[str, Any] = {"flag before": (float_status.flag(device), (big / 2).tolist(), float_status.flag(device))}
+    seen["doubled"] = ((big * 2).tolist(), (-big * 2).tolist(), float_status.flag(device))
+    float_status.clear(device)
+    seen["in place"] = (big.clone().mul_(2).tolist(), float_status.flag(device))
+    float_status.clear(device)
     lists = [big.clone(), big.clone()]
     torch._foreach_mul_(lists, 2)
-    seen["foreach"] = ([t.tolist() for t in lists], saturation.flag(device))
-    saturation.clear(device)
+    seen["foreach"] = ([t.tolist() for t in lists], float_status.flag(device))
+    float_status.clear(device)
     out = torch.empty(3, dtype=torch.float16, device="npu")
     torch.mul(big, 2, out=out)
-    seen["out"] = (out.tolist(), saturation.flag(device))
-    saturation.clear(device)
-    seen["cast"] = (torch.full((1,), 1e6, device="npu").half().tolist(), saturation.flag(device))
+    seen["out"] = (out.tolist(), float_status.flag(device))
+    float_status.clear(device)
+    seen["cast"] = (torch.full((1,), 1e6, device="npu").half().tolist(), float_status.flag(device))
     seen["nan"] = (torch.zeros(1, device="npu") / 0).tolist()
-    saturation.clear(device)
+    float_status.clear(device)
     masked = torch.zeros(2, device="npu").masked_fill(torch.tensor([True, False], device="npu"), float("-inf"))
-    seen["written infinity stays"] = (masked.tolist(), saturation.flag(device))
+    seen["written infinity stays"] = (masked.tolist(), float_status.flag(device))
     return seen
+
+
+def scaler_and_fused() -> dict[str, Any]:
+    """In saturating mode: the gradient scalers back off, and torch_npu's own operators saturate too."""
+    import torch_npu
+
+    from ascend_emulator import float_status
+    from ascend_emulator.load import runtime
+
+    runtime().aclrtSetDeviceSatMode(0)
+    try:
+        float_status.clear(torch.npu.current_device())
+        weight = torch.ones(2, 2, device="npu", requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        scaler = torch.amp.GradScaler("npu", init_scale=1024.0)
+        scales = []
+        for factor in (60000.0, 1.0):
+            half = weight.half() * factor
+            loss = (half * 2).float().sum() * 1e-4  # 120000 does not fit in float16
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append((scaler.get_scale(), bool((weight == 1).all())))
+        x = torch.full((1, 4), 60000.0, dtype=torch.float16, device="npu")
+        fused = torch_npu.npu_swiglu(torch.cat([x, x], -1))
+        return {"scales": scales, "fused": fused.tolist(), "flag": float_status.flag(torch.npu.current_device())}
+    finally:
+        runtime().aclrtSetDeviceSatMode(1)
+        float_status.clear(torch.npu.current_device())

@@ -11,7 +11,9 @@ from ascend_emulator.info import functions
 from ascend_emulator.load import SITE
 
 INCLUDE = SITE / "torch_npu" / "include"
-OPAQUE = r"(?:EmuStream|Event|TensorDesc|DataBuffer|Communicator|PointerAttributes|SendRecvItem)"
+OPAQUE = (
+    r"(?:EmuStream|Event|TensorDesc|DataBuffer|Communicator|PointerAttributes|SendRecvItem|Physical|PhysicalProperties|Region)"
+)
 UNDECLARED = {
     # private functions of the runtime and of its profiler and log, which no header in the wheel declares
     "MsprofGetHashId", "MsprofRegisterCallback", "MsprofReportAdditionalInfo", "MsprofReportApi", "MsprofReportCompactInfo",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ascend_emulator
 from ascend_emulator.build import LIBRARIES, build
 from ascend_emulator.errors import EmulatorError
 
@@ -61,6 +62,30 @@ print(cann.aclrtFree(p), cann.aclrtMalloc(ctypes.byref(q), 6 << 20, 0), cann.acl
     assert run(code, ASCEND_EMULATOR_MEMORY_MB="10").split("\n") == ["0 207001 True", "0 0 0 107000 True"]
 
 
+def test_host_memory_is_registered_once_and_with_a_size() -> None:
+    code = """
+p = ctypes.create_string_buffer(64)
+register = lambda size: cann.aclrtHostRegisterV2(p, ctypes.c_uint64(size), 0)
+print(register(0), register(64), cann.aclrtHostUnregister(p), cann.aclrtHostUnregister(p))
+"""
+    assert run(code) == "107000 0 0 107000"
+
+
+def test_a_message_is_given_once() -> None:
+    assert run("print(cann.aclrtSetDevice(99), message() != '', message() == '')") == "107001 True True"
+
+
+def test_a_preloaded_library_can_wrap_the_runtime(tmp_path: Path) -> None:
+    source, wrapper = tmp_path / "wrapper.c", tmp_path / "wrapper.so"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <dlfcn.h>\n"
+        'int wrapped(void) { return ((int (*)(int))dlsym(RTLD_NEXT, "aclrtSetDevice"))(0); }'
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(wrapper), str(source)], check=True)
+    code = "import ascend_emulator.load as load; load.prepare(1); print(ctypes.CDLL(None).wrapped())"
+    assert run(code, LD_PRELOAD=str(wrapper)) == "0"
+
+
 def test_a_forked_child_cannot_use_the_device() -> None:
     code = """
 cann.aclrtSetDevice(0)
@@ -74,7 +99,7 @@ os.waitpid(child, 0)
 
 
 def test_what_is_not_there_says_so() -> None:
-    assert run("print(cann.aclrtMapMem(), message())") == "207000 the emulated CANN does not implement aclrtMapMem"
+    assert run("print(cann.rtKernelLaunch(), message())") == "207000 the emulated CANN does not implement rtKernelLaunch"
 
 
 def test_child_processes_start_without_a_word(tmp_path: Path) -> None:
@@ -103,3 +128,8 @@ def test_eight_processes_may_build_at_once(tmp_path: Path) -> None:
     folders = {p.communicate(timeout=120)[0] for p in processes}
     assert len(folders) == 1 and all(p.returncode == 0 for p in processes)
     assert [p.name for p in (tmp_path / "ascend_emulator").iterdir()] == [Path(folders.pop().strip()).name]
+
+
+def test_functions_of_an_inactive_emulator_say_so() -> None:
+    with pytest.raises(EmulatorError, match="not active in this process"):
+        ascend_emulator.traffic()

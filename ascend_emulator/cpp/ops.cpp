@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 extern "C" {
@@ -29,17 +30,19 @@ namespace {
 
 using torch::jit::Stack;
 
-enum Flags : int64_t { MIXED = 1, NO_FLOAT64 = 2, SATURATES = 4 }; // as in rules.py
+enum Flags : int64_t { MIXED = 1, NO_FLOAT64 = 2, SATURATES = 4, CASTS = 8 }; // as in rules.py
 
 bool on_npu(const at::Tensor& t) {
   return t.defined() && t.device().type() == c10::DeviceType::PrivateUse1;
 }
 
-at::Tensor as_cpu(const at::Tensor& t) {
-  TORCH_CHECK(t.layout() == at::kStrided, "The emulated NPU holds dense tensors only, not layout ", t.layout());
-  auto* owner = new c10::Storage(t.storage());
+c10::Storage as_cpu(const c10::Storage& storage) {
+  auto* owner = new c10::Storage(storage);
   c10::DataPtr pointer(owner->mutable_data(), owner, [](void* o) { delete static_cast<c10::Storage*>(o); }, c10::Device(c10::kCPU));
-  c10::Storage storage(c10::Storage::use_byte_size_t(), owner->nbytes(), std::move(pointer), nullptr, false);
+  return c10::Storage(c10::Storage::use_byte_size_t(), owner->nbytes(), std::move(pointer), nullptr, false);
+}
+
+at::Tensor as_cpu(const at::Tensor& t, c10::Storage storage) {
   auto alias = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
   auto* impl = alias.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
@@ -53,10 +56,10 @@ at::Tensor to_npu(const at::Tensor& t, c10::Device device) {
   TORCH_CHECK(t.layout() == at::kStrided, "The emulated NPU holds dense tensors only, not layout ", t.layout());
   auto out = at::empty_strided(t.sizes(), t.strides(), t.options().device(device).pinned_memory(false));
   if (!t.numel()) return out;
-  if (t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg()) {
+  if (t.is_non_overlapping_and_dense() && !t.is_conj() && !t.is_neg() && !t._is_zerotensor()) {
     std::memcpy(out.storage().mutable_data(), t.const_data_ptr(), t.nbytes());
   } else {
-    as_cpu(out).copy_(t);
+    as_cpu(out, as_cpu(out.storage())).copy_(t);
   }
   return out;
 }
@@ -79,9 +82,16 @@ struct Call {
   const c10::FunctionSchema& schema;
   int64_t flags;
   std::optional<c10::Device> device;
-  bool any_npu = false, any_cpu = false, elsewhere = false;
+  bool any_npu = false, any_cpu = false, cpu_written = false, elsewhere = false, several_types = false;
+  at::ScalarType type = at::ScalarType::Undefined;
+  // Operands that are one tensor, or share memory, do so on the CPU too: so kernels see which overlap.
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> aliases;
+  std::unordered_map<const c10::StorageImpl*, c10::Storage> storages;
 
   [[noreturn]] void different(c10::Device other) const {
+    if (other.is_cpu()) // the words of torch_npu
+      TORCH_CHECK(false, "Expected all tensors to be on the same device. Expected NPU tensor, please check whether the input tensor "
+                  "device is correct. (", schema.name(), ": ", *device, " and cpu)");
     TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ", other,
                 "! (", schema.name(), ")");
   }
@@ -98,9 +108,18 @@ struct Call {
     }
     if (any_npu && *device != t.device() && !(flags & MIXED)) different(t.device());
     if (flags & NO_FLOAT64 && t.scalar_type() == at::kDouble) refuse_float64();
+    several_types |= any_npu && type != t.scalar_type();
+    type = t.scalar_type();
+    TORCH_CHECK(t.layout() == at::kStrided, "The emulated NPU holds dense tensors only, not layout ", t.layout());
     any_npu = true;
     device = t.device();
-    return as_cpu(t);
+    auto& alias = aliases[t.unsafeGetTensorImpl()];
+    if (!alias.defined()) {
+      auto& storage = storages[t.storage().unsafeGetStorageImpl()];
+      if (!storage) storage = as_cpu(t.storage());
+      alias = as_cpu(t, storage);
+    }
+    return alias;
   }
 
   void convert(c10::IValue& value) {
@@ -125,8 +144,15 @@ struct Call {
     }
   }
 
+  // A zero-dimensional CPU tensor may be read, but not written.
+  void note_written(const c10::IValue& value) {
+    if (value.isTensor()) cpu_written |= value.toTensor().defined() && !on_npu(value.toTensor());
+    else if (value.isTensorList())
+      for (const at::Tensor& t : value.toTensorList()) cpu_written |= !on_npu(t);
+  }
+
   c10::Device result_device() const {
-    if (any_npu && any_cpu && !(flags & MIXED)) different(c10::Device(c10::kCPU));
+    if (any_npu && (any_cpu || cpu_written) && !(flags & MIXED)) different(c10::Device(c10::kCPU));
     if (device && device->has_index()) return *device;
     return c10::Device(c10::DeviceType::PrivateUse1, c10_npu::getCurrentNPUStream().device_index());
   }
@@ -159,10 +185,12 @@ class Kernel : public c10::OperatorKernel {
     c10::SmallVector<c10::IValue, 2> written;
     for (int place : places_) written.push_back(place < 0 ? c10::IValue() : (*stack)[first + place]);
     Call call{schema, flags_, {}};
+    for (int place : written_) call.note_written((*stack)[first + place]);
     for (size_t i = 0; i < count; i++) call.convert((*stack)[first + i]);
     const auto device = call.result_device();
     if (pin_ >= 0 && !(*stack)[first + pin_].isNone()) (*stack)[first + pin_] = false;
-    const bool saturating = emu_saturate && flags_ & SATURATES && !call.elsewhere;
+    const bool computes = flags_ & SATURATES || (flags_ & CASTS && call.several_types);
+    const bool saturating = emu_saturate && computes && !call.elsewhere;
     c10::SmallVector<c10::IValue, 2> computed;
     for (int place : written_)
       if (saturating) computed.push_back((*stack)[first + place]);

@@ -1,4 +1,4 @@
-/* The few operators that torch_npu starts by itself, past torch's dispatcher: casts, fills and pads around collectives.
+/* The few operators that torch_npu starts by itself, past torch's dispatcher: casts, fills, copies and pads around collectives.
  *
  * Any other fails and is named: an operator that did nothing would leave zeros where a result is expected.
  */
@@ -171,6 +171,8 @@ int aclopCompileAndExecute(const char *op, int inputs, TensorDesc **in, DataBuff
   for (int i = 0; i < outputs; i++) known &= width(out[i]->type) > 0;
   if (known && outputs == 1) {
     if (!strcmp(op, "Cast") && inputs >= 1) return cast(in[0], from[0]->address, out[0], to[0]->address), EMU_OK;
+    if (!strcmp(op, "Identity") && inputs == 1 && in[0]->type == out[0]->type && from[0]->bytes == to[0]->bytes)
+      return memmove(to[0]->address, from[0]->address, from[0]->bytes), EMU_OK;
     if (!strcmp(op, "Fill") && inputs == 2) {
       double value = load(from[1]->address, in[1]->type, 0);
       for (size_t i = 0, n = count(out[0]); i < n; i++) store(to[0]->address, out[0]->type, i, value);

@@ -55,3 +55,17 @@ void emu_enqueue(EmuStream *stream, void (*run)(void *), void *argument);
 int emu_stream_busy(EmuStream *stream);
 int emu_wait_stream(EmuStream *stream, int64_t timeout_ms); /* 0 done, 1 timeout, 2 stream error */
 void emu_set_stream_error(EmuStream *stream, int error);
+
+/* memory.c: a device's account */
+int emu_take_memory(int device, size_t bytes); /* 0, and a message, when there is no room */
+void emu_give_memory(int device, size_t bytes);
+
+/* shared.c: ranges of a file that other processes can map */
+#define EMU_GRANULE ((size_t)2 << 20)
+#define EMU_SHARE_ANYONE 1u                        /* flag of an export: no process need be named */
+int emu_new_range(size_t bytes, size_t *place);    /* the file, or -1 */
+uint64_t emu_publish(size_t place, size_t bytes, int device);          /* a handle, or 0 */
+uint64_t emu_share_pages(void *address, size_t bytes, int device);     /* the same, and the pages are the file's now */
+int emu_admit(uint64_t handle, int anyone, const int32_t *pids, size_t count);
+int emu_open_shared(uint64_t handle, size_t *place, size_t *bytes, int *device); /* the file, or -1 and a message */
+int emu_write_key(uint64_t handle, uint64_t flags, char *key, size_t room);

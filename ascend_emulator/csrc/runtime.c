@@ -12,16 +12,27 @@ long emu_setting(const char *name, long fallback) {
   return text && *text ? atol(text) : fallback;
 }
 
+/* A message is given once: a later error must not seem to have the cause of an earlier one. */
 static char last_message[1024];
+static pthread_mutex_t message_lock = PTHREAD_MUTEX_INITIALIZER;
 
 void emu_fail(const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
+  pthread_mutex_lock(&message_lock);
   vsnprintf(last_message, sizeof last_message, format, arguments);
+  pthread_mutex_unlock(&message_lock);
   va_end(arguments);
 }
 
-const char *aclGetRecentErrMsg(void) { return last_message; }
+const char *aclGetRecentErrMsg(void) {
+  static __thread char given[sizeof last_message];
+  pthread_mutex_lock(&message_lock);
+  memcpy(given, last_message, sizeof given);
+  last_message[0] = 0;
+  pthread_mutex_unlock(&message_lock);
+  return given;
+}
 
 /* ASCEND_RT_VISIBLE_DEVICES as CANN reads it: ids up to the first that is out of order, repeated or missing. */
 static int visible[EMU_MAX_DEVICES], visible_count = -1;
