@@ -145,6 +145,18 @@ def check_recomputation(device: torch.device) -> None:
         )
 
 
+def saturates(device: torch.device) -> bool:
+    """Whether values that do not fit become the largest number of their type on a device, and not infinity.
+
+    Ascend calls the two the saturation and the INF_NAN mode. torch_npu chooses when the device is set up: INF_NAN from
+    Ascend910B1 on, unless ``INF_NAN_MODE_ENABLE=0`` and ``INF_NAN_MODE_FORCE_DISABLE=1``.
+
+    Args:
+        device: This process's device.
+    """
+    return device.type == "npu" and not torch.get_device_module(device).utils.is_support_inf_nan()
+
+
 def current_device(device_type: str) -> torch.device:
     """The device of a type that this process is bound to."""
     if device_type == "cpu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from ascend_core import binding, env
 from ascend_core.config import HybridConfig
-from ascend_core.device import BACKENDS
+from ascend_core.device import BACKENDS, saturates
 from ascend_core.errors import ConfigError
 from ascend_core.mesh import HybridMesh, Layout, build_mesh
 from lightning_ascend import checks, data, workers
@@ -117,7 +118,22 @@ class EnvironmentMixin:
                 devices_per_node=self.num_processes,  # type: ignore[attr-defined]
             )
             self._agree_on_seed()
-            self._info(f"{self.mesh.layout} over {'HCCL' if device.type == 'npu' else 'gloo, on the CPU'}")
+            overflow = "saturates" if saturates(device) else "gives infinities"
+            where = f"HCCL; overflow {overflow}" if device.type == "npu" else "gloo, on the CPU"
+            self._info(f"{self.mesh.layout} over {where}")
+            self._warn_of_saturation(device)
+
+    def _warn_of_saturation(self, device: torch.device) -> None:
+        """Checks for infinite gradients, values and losses see nothing in that mode."""
+        if saturates(device) and self.global_rank == 0:  # type: ignore[attr-defined]
+            warnings.warn(
+                f"{device} is in saturation mode: values that overflow become the largest number instead of infinity, NaN "
+                "becomes 0, and checks of losses and gradients see neither. Gradient scalers read the device's overflow "
+                "flag instead: torch.amp.GradScaler on each rank by itself, and torch_npu's from scale(loss) on, not in the "
+                "forward pass. Set INF_NAN_MODE_ENABLE=1 and unset INF_NAN_MODE_FORCE_DISABLE; SoCs before Ascend910B1 have "
+                "this mode only.",
+                stacklevel=2,
+            )
 
     def _use_autocast_of(self, device: torch.device) -> None:
         """Lightning builds mixed precision for cuda when it does not know the device; autocast would be off."""

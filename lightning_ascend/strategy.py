@@ -157,6 +157,8 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
             )
             if not self._is_plain:
                 module.__dict__[_MARK] = self
+        elif self._is_plain:
+            module.to(self.root_device)  # type: ignore[attr-defined]  # teardown moved it to the CPU
         if fitting and self.root_device.type == "npu":  # type: ignore[attr-defined]
             check_recomputation(self.root_device)  # type: ignore[attr-defined]
         self._no_inference_mode(trainer)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
 os.environ["ASCEND_DEVICE"] = "cpu"
 
+import lit
 import pytest
 from npu_pool import NpuPool
 from rank_pool import RankPool
@@ -28,6 +30,14 @@ def npu_pool() -> Iterator[NpuPool]:
     pool = NpuPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def plain(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run of one CPU process that every Trainer run is compared with."""
+    folder = tmp_path_factory.mktemp("plain")
+    result = pool.run(1, lit.fit_plain, "lightning.pytorch", str(folder), {}, deadline_s=120)[0]
+    return {**result, "checkpoint": lit.saved(result["best"]), "last": str(folder / "last.ckpt")}
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ def make_module(namespace: str, **options: Any) -> Any:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = batch
+            self.trained_on = str(x.device)
             loss = tiny.token_loss(self.model(x), y)
             self.log("train_loss", loss, prog_bar=True, sync_dist=True)
             return loss
@@ -125,7 +126,7 @@ def fit(
     hooks = dict(lit.hooks)
     again = trainer.validate(lit, loaders(ranks, rank)[1], ckpt_path="best", verbose=False)[0]["val_loss"]
     return {
-        "history": history, "hooks": hooks, "again": again, "device": str(next(lit.parameters()).device), "metrics": metrics, "best": checkpoint.best_model_path,
+        "history": history, "hooks": hooks, "again": again, "trained_on": lit.trained_on, "metrics": metrics, "best": checkpoint.best_model_path,
         "best_score": float(checkpoint.best_model_score), "steps": trainer.global_step,
     }  # fmt: skip
 

@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 
 import emulated
-import lit
-import parity
 import pytest
 from npu_pool import NpuPool
-from rank_pool import RankError, RankPool
-from test_parity import LAYOUTS
+from rank_pool import RankError
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,31 +71,6 @@ def test_a_dead_rank_ends_the_others(npu_pool: NpuPool) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_torchs_own_data_parallel(npu_pool: NpuPool, kind: str) -> None:
     assert max(npu_pool.run(2, emulated.data_parallel, kind, deadline_s=60)) < 1e-6
-
-
-@pytest.mark.parametrize("name", ["pp2", "tp2", "dp2-replicate", "dp2-zero3", "pp2-interleaved", "pp2-tp2"])
-def test_the_hybrid_engine_on_npus(npu_pool: NpuPool, name: str) -> None:
-    """The same comparison as on CPUs: ten steps within 1e-5 of one CPU process."""
-    world, config = LAYOUTS[name]
-    results = npu_pool.run(world, parity.compare, config, {}, "npu", deadline_s=200)
-    for key in results[0]:
-        assert max(r[key] for r in results if key in r) < 1e-5, (name, key)
-
-
-@pytest.mark.parametrize("accelerator", ["npu", "auto"])
-@pytest.mark.parametrize("name", ["pp2", "tp2", "dp2-zero2"])
-def test_the_trainer_on_npus(npu_pool: NpuPool, pool: RankPool, tmp_path: Path, name: str, accelerator: str) -> None:
-    """D13, D17: accelerator='npu' and 'auto' train on the NPUs, and the run equals one CPU process."""
-    _, config = LAYOUTS[name]
-    ours = npu_pool.run(
-        2, lit.fit, "lightning.pytorch", str(tmp_path / "a"), config, {}, accelerator=accelerator, deadline_s=150
-    )
-    plain = pool.run(1, lit.fit_plain, "lightning.pytorch", str(tmp_path / "b"), {}, deadline_s=120)[0]
-    for rank, result in enumerate(ours):
-        assert result["device"] == f"npu:{rank}"
-        for key, values in plain["history"].items():
-            assert result["history"][key] == pytest.approx(values, abs=1e-5), key
-        assert result["again"] == pytest.approx(plain["again"], abs=1e-5)
 
 
 def test_the_example_on_npus_with_lightnings_launcher(tmp_path: Path) -> None:

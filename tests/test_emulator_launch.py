@@ -94,7 +94,7 @@ def test_d43_two_ranks_on_one_device(npu_pool: NpuPool) -> None:
 
 @pytest.mark.parametrize("kind", ["kept", "list", "built"])
 def test_d20_workers_that_would_use_the_device(npu_pool: NpuPool, kind: str) -> None:
-    ((text, steps),) = npu_pool.run(1, emulated_launch.fit_with_workers, kind, 2)
+    ((text, steps),) = npu_pool.run(1, emulated_launch.fit_with_workers, kind, 2, environment={})
     assert text.startswith("ConfigError: DataLoader(num_workers=2) starts its workers by fork, and its OnDevice uses the npu (")
     assert steps == 0
 
@@ -102,7 +102,7 @@ def test_d20_workers_that_would_use_the_device(npu_pool: NpuPool, kind: str) -> 
 @pytest.mark.parametrize(("kind", "num_workers"), [("kept", 0), ("cpu", 2), ("cpu", 0)])
 def test_d20_d55_loaders_that_work(npu_pool: NpuPool, kind: str, num_workers: int) -> None:
     """Without workers the dataset may live on the NPU; with them, batches come pinned from the CPU, and CUDA is never asked."""
-    assert npu_pool.run(1, emulated_launch.fit_with_workers, kind, num_workers) == [("None", 1)]
+    assert npu_pool.run(1, emulated_launch.fit_with_workers, kind, num_workers, environment={}) == [("None", 1)]
 
 
 def test_d20_loaders_that_need_no_check(npu_pool: NpuPool) -> None:

@@ -13,13 +13,6 @@ from test_parity import LAYOUTS
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
 
-@pytest.fixture(scope="session")
-def plain(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("plain")
-    result = pool.run(1, lit.fit_plain, "lightning.pytorch", str(folder), {}, deadline_s=120)[0]
-    return {**result, "checkpoint": lit.saved(result["best"]), "last": str(folder / "last.ckpt")}
-
-
 def check_same_run(results: list[dict[str, Any]], plain: dict[str, Any]) -> None:
     for r in results:
         assert r["hooks"] == plain["hooks"]
