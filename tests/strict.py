@@ -145,3 +145,40 @@ def scaler_and_fused() -> dict[str, Any]:
     finally:
         runtime().aclrtSetDeviceSatMode(1)
         float_status.clear(torch.npu.current_device())
+
+
+def layer_that_overflows() -> dict[str, list[bool]]:
+    """60000 * 2 in float16 inside the second of three layers: what hooks see of each, in both overflow modes.
+
+    In saturating mode the device's flag tells, read and cleared by torch_npu's own operators; else the values.
+    """
+    import torch_npu
+    from torch import nn
+
+    from ascend_emulator.load import runtime
+
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 / 2
+
+    seen: dict[str, list[bool]] = {}
+    for mode, name in ((0, "saturating"), (1, "inf")):
+        runtime().aclrtSetDeviceSatMode(mode)
+        overflowed: list[bool] = []
+
+        def hook(module: nn.Module, args: Any, output: torch.Tensor, mode: int = mode, found: Any = overflowed) -> None:
+            status = torch.zeros(8, device="npu")
+            found.append(bool(torch_npu.npu_get_float_status(status)[0]) if mode == 0 else not bool(output.isfinite().all()))
+            torch_npu.npu_clear_float_status(status)
+
+        layers = nn.Sequential(nn.Identity(), Twice(), nn.Identity())
+        torch_npu.npu_clear_float_status(torch.zeros(8, device="npu"))
+        for layer in layers:
+            layer.register_forward_hook(hook)
+        try:
+            layers[:2](torch.full((4,), 60000.0, dtype=torch.float16, device="npu"))
+            layers[2:](torch.ones(4, dtype=torch.float16, device="npu"))
+        finally:
+            runtime().aclrtSetDeviceSatMode(1)
+        seen[name] = overflowed
+    return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import lit
 import parity
 import pytest
 import tiny
+import torch
 from rank_pool import RankPool
+from torch.utils.data import DataLoader, TensorDataset
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 
@@ -110,3 +113,15 @@ def test_results_that_cannot_be_shared_reach_every_stage_as_an_error(pool: RankP
     for name, seconds in pool.run(2, demands.failing_payload, kind):
         assert name != "none"
         assert seconds < 10
+
+
+def test_d55_pinning_that_is_not_possible_is_switched_off_with_one_warning() -> None:
+    """Where there is no accelerator torch warns once per loader, and batches arrive unchanged."""
+    data = TensorDataset(torch.arange(8.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches = [x for (x,) in DataLoader(data, batch_size=4, pin_memory=True)]
+    assert [str(w.message) for w in caught if "pin_memory" in str(w.message)] == [
+        "'pin_memory' argument is set as true but no accelerator is found, then device pinned memory won't be used."
+    ]
+    assert torch.equal(torch.cat(batches), data.tensors[0]) and not batches[0].is_pinned()

@@ -69,6 +69,12 @@ def test_loss_scaling_and_own_operators_in_saturating_mode(npu_pool: NpuPool) ->
     assert seen["fused"] == [[MAX] * 4] and seen["flag"]
 
 
+def test_the_layer_that_overflows_is_found_in_both_modes(npu_pool: NpuPool) -> None:
+    """D53: saturated values look fine; the flag that torch_npu reads does not."""
+    (seen,) = npu_pool.run(1, strict.layer_that_overflows)
+    assert seen == {"saturating": [False, True, False], "inf": [False, True, False]}
+
+
 def test_an_older_soc_has_no_bfloat16_and_saturates() -> None:
     pool = NpuPool(ASCEND_EMULATOR_SOC="Ascend910A")
     try:
