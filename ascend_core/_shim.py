@@ -52,12 +52,23 @@ ROWS: tuple[Row, ...] = (
         "_StridedShard becomes public or a subclass of Shard",
     ),
     Row(
+        "torch.Tensor._is_view",
+        "A stage's output is detached in place by torch's split backward, which views do not allow.",
+        "torch/distributed/pipelining/_backward.py, stage_backward_input",
+        "torch copies it itself, or does not detach it",
+    ),
+    Row(
         "torch.utils._pytree.tree_flatten",
         "Outputs of a stage may be any nesting of tensors, and must be sent to other ranks.",
         "torch/utils/_pytree.py",
         "torch has a public pytree module (2.13 has none)",
     ),
 )
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of another in autograd's sense."""
+    return bool(tensor._is_view())
 
 
 def override_call(module: nn.Module, call: Callable[..., Any]) -> None:

@@ -16,9 +16,14 @@ from ascend_core.config_file import normalize_fields, read_fields
 from ascend_core.errors import ConfigError, NotAvailableError, nearest
 
 SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
-MULTI_STAGE_SCHEDULES = ("Interleaved1F1B", "LoopedBFS")
-LATER_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-SCHEDULES = SINGLE_STAGE_SCHEDULES + MULTI_STAGE_SCHEDULES + LATER_SCHEDULES
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+"""Rank ``r`` of ``p`` owns stages ``r`` and ``2p - 1 - r``: the first and the last stage are on one rank."""
+
+SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", *V_SCHEDULES)
+"""Gradients of activations come first, those of parameters later, in what would be idle time."""
+
+MULTI_STAGE_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", *SPLIT_BACKWARD_SCHEDULES)
+SCHEDULES = SINGLE_STAGE_SCHEDULES + MULTI_STAGE_SCHEDULES
 
 _LATER: dict[str, Any] = {
     "expert_parallel_size": 1,
@@ -43,8 +48,10 @@ class HybridConfig:
         data_parallel_shard_size: Ranks that share one sharded copy when ``zero_stage`` > 0; fewer than
             ``data_parallel_size`` gives hybrid sharding (HSDP). ``"auto"`` shards over all of them.
         expert_parallel_size: Not available yet.
-        schedule: torch's spelling: GPipe, 1F1B, Interleaved1F1B, LoopedBFS; the zero-bubble ones come later.
-        stages_per_rank: Stages each pipeline rank owns; ``"auto"`` is 2 for interleaved and looped schedules, else 1.
+        schedule: torch's spelling: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble,
+            DualPipeV.
+        stages_per_rank: Stages each pipeline rank owns; ``"auto"`` is 1 for GPipe and 1F1B, else 2; ZBVZeroBubble and
+            DualPipeV have exactly 2.
         num_microbatches: Parts a local batch is cut into, or ``"auto"`` for up to 4 x stages.
         sequence_parallel: Not available yet.
         tensor_parallel_plan: ``"auto"``, or ``{module glob: style}`` (:mod:`ascend_core.parallel.tp_plans`).
@@ -178,12 +185,6 @@ def _check_pipeline(c: HybridConfig) -> None:
         raise ConfigError(
             f"schedule={c.schedule!r} is not known.", "Schedules use torch's spelling.", nearest(c.schedule, SCHEDULES)
         )
-    if c.schedule in LATER_SCHEDULES:
-        raise NotAvailableError(
-            f"schedule={c.schedule!r} is not available yet.",
-            "Split-backward schedules come with the complete engine.",
-            f"Use one of {', '.join(SINGLE_STAGE_SCHEDULES + MULTI_STAGE_SCHEDULES)}.",
-        )
     pp, chunks, m = c.pipeline_parallel_size, c.num_stages_per_rank, c.num_microbatches
     if pp == 1:
         if m != "auto" and m != 1:
@@ -198,8 +199,14 @@ def _check_pipeline(c: HybridConfig) -> None:
     if (chunks > 1) != (c.schedule in MULTI_STAGE_SCHEDULES):
         raise ConfigError(
             f"stages_per_rank={chunks} with schedule={c.schedule!r}.",
-            "GPipe and 1F1B run one stage per rank; Interleaved1F1B and LoopedBFS run several.",
+            "GPipe and 1F1B run one stage per rank; the other schedules run several.",
             "Change stages_per_rank or schedule.",
+        )
+    if c.schedule in V_SCHEDULES and chunks != 2:
+        raise ConfigError(
+            f"stages_per_rank={chunks} with schedule={c.schedule!r}.",
+            "Its stages go down the ranks and up again: each rank has exactly two.",
+            "Leave stages_per_rank out, or use InterleavedZeroBubble.",
         )
     if pp != "auto" and m != "auto":
         check_microbatches(c.schedule, int(pp), int(m))
@@ -218,18 +225,28 @@ def check_microbatches(schedule: str, pipeline_parallel_size: int, num_microbatc
             f"num_microbatches={num_microbatches} with schedule={schedule!r} and "
             f"pipeline_parallel_size={pipeline_parallel_size}.",
             problem,
-            f"Set num_microbatches to a multiple of {pipeline_parallel_size}, or use schedule='GPipe'.",
+            f"Set num_microbatches to a multiple of {2 * pipeline_parallel_size}, or use schedule='GPipe'.",
         )
 
 
 def microbatch_problem(schedule: str, pipeline_parallel_size: int, num_microbatches: int) -> str | None:
     """Say why a schedule cannot run with so many microbatches, or None when it can."""
     p, m = pipeline_parallel_size, num_microbatches
-    if schedule in ("1F1B", "Interleaved1F1B") and m < p:
+    if schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble") and m < p:
         return f"{schedule} needs at least as many microbatches as pipeline ranks ({m} < {p})."
-    if schedule == "Interleaved1F1B" and m % max(1, m // p):
-        return f"Interleaved1F1B runs in rounds, and {m} microbatches do not divide into {m // p} equal rounds."
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and m % max(1, m // p):
+        return f"{schedule} runs in rounds, and {m} microbatches do not divide into {m // p} equal rounds."
+    if schedule == "DualPipeV" and m < 2 * p:
+        return f"DualPipeV needs at least as many microbatches as stages ({m} < {2 * p})."
     return None
+
+
+def stage_owner(schedule: str, stage: int, pipeline_size: int) -> int:
+    """Pipeline rank that owns a stage: round robin, or down the ranks and up again for V schedules."""
+    place = stage % (2 * pipeline_size)
+    if schedule in V_SCHEDULES and place >= pipeline_size:
+        return 2 * pipeline_size - 1 - place
+    return stage % pipeline_size
 
 
 def _check_data(c: HybridConfig) -> None:

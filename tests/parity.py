@@ -70,6 +70,17 @@ def compare(config: dict[str, Any], model_options: dict[str, Any] | None = None,
     return differences
 
 
+def odd_batches(config: dict[str, Any]) -> float:
+    """Losses of batches of 1, 3 and 7 samples, which no configured number of microbatches divides, against one process."""
+    c = HybridConfig(**config)
+    model = parallelize(tiny.build(), c, build_mesh(c, "cpu"), loss_fn=tiny.token_loss)
+    plain, worst = tiny.build(), 0.0
+    for step, size in enumerate((1, 3, 7, 16)):
+        x, y = tiny.batch(step, size)
+        worst = max(worst, abs(float(model.train_step(x, y)) - float(tiny.token_loss(plain(x), y))))
+    return worst
+
+
 def replicas_equal(config: dict[str, Any]) -> bool:
     """Tied and replicated parameters are bit-equal on all ranks that hold them."""
     c = HybridConfig(**config)

@@ -76,6 +76,8 @@ def test_unknown_and_conflicting_keys(values: dict, match: str) -> None:
         ({"tensor_parallel_size": "auto"}, "tensor_parallel_size='auto'"),
         ({"zero_stage": 4}, "zero_stage=4"),
         ({"schedule": "1f1b"}, "did you mean '1F1B'"),
+        ({"pipeline_parallel_size": 2, "schedule": "ZBVZeroBubble", "stages_per_rank": 4}, "each rank has exactly two"),
+        ({"pipeline_parallel_size": 4, "schedule": "DualPipeV", "num_microbatches": 6}, "as many microbatches as stages"),
         ({"num_microbatches": 4}, "would be ignored"),
         ({"pipeline_parallel_size": 4, "num_microbatches": 2}, r"\(2 < 4\)"),
         (
@@ -102,7 +104,6 @@ def test_wrong_values(fields: dict, match: str) -> None:
     [
         {"expert_parallel_size": 2}, {"sequence_parallel": True}, {"activation_checkpoint_blocks": 4}, {"zero_stage": 1},
         {"compression": {"algorithm": "onebit_adam"}}, {"max_staleness": 1}, {"compile": True}, {"fused_kernels": True},
-        {"pipeline_parallel_size": 2, "schedule": "ZBVZeroBubble"},
     ],
 )  # fmt: skip
 def test_fields_without_mechanism_are_refused_by_name(fields: dict) -> None:

@@ -41,8 +41,11 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    def __init__(self, layers: int = 4, tied: bool = True, fused: bool = True) -> None:
+    def __init__(
+        self, layers: int = 4, tied: bool = True, fused: bool = True, frozen_blocks: int = 0, views: bool = False
+    ) -> None:
         super().__init__()
+        self.views = views
         self.tok = nn.Embedding(VOCAB, DIM)
         self.pos = nn.Parameter(torch.randn(SEQ, DIM) * 0.02)
         self.blocks = nn.ModuleList(Block(fused) for _ in range(layers))
@@ -50,11 +53,16 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         if tied:
             self.head.weight = self.tok.weight
+        if frozen_blocks:  # and what comes before them
+            for part in (self.tok, *self.blocks[:frozen_blocks]):
+                part.requires_grad_(False)
+            self.pos.requires_grad_(False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tok(ids) + self.pos[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)
+            x = x.view(x.shape) if self.views else x
         return self.head(self.norm(x))
 
 

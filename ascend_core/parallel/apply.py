@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ascend_core import _shim
-from ascend_core.config import HybridConfig
+from ascend_core.config import HybridConfig, stage_owner
 from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.blocks import BlockList, deal, find_blocks, prune
@@ -79,9 +79,9 @@ def apply(
     stages = deal(blocks, mesh.size("pp") * config.num_stages_per_rank) if blocks and mesh.size("pp") > 1 else []
     local_names = list(blocks.names) if blocks else []
     if stages and blocks:
-        here, last = mesh.rank("pp"), (len(stages) - 1) % mesh.size("pp")
-        local = {i for s, (first, end) in enumerate(stages) if s % mesh.size("pp") == here for i in range(first, end)}
-        prune(model, blocks, local, is_first=here == 0, is_last=here == last)
+        here, owners = mesh.rank("pp"), [stage_owner(config.schedule, s, mesh.size("pp")) for s in range(len(stages))]
+        local = {i for s, (first, end) in enumerate(stages) if owners[s] == here for i in range(first, end)}
+        prune(model, blocks, local, is_first=here == owners[0], is_last=here == owners[-1])
         local_names = [n for i, n in enumerate(blocks.names) if i in local]
     model.to(device)
 
@@ -102,7 +102,7 @@ def apply(
             for module in sharded:
                 _shim.defer_gradient_reduction(module)  # type: ignore[arg-type]
 
-    gates = BlockGates(model, blocks, stages, mesh.group("pp"), rng) if stages and blocks else None
+    gates = BlockGates(model, blocks, stages, mesh.group("pp"), rng, config.schedule) if stages and blocks else None
     return Applied(gates, sharded, Names(*description, model), rng)
 
 

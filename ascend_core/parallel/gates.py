@@ -10,7 +10,7 @@ the real output.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 
 from ascend_core import _shim
 from ascend_core._shim import pytree
+from ascend_core.config import stage_owner
 from ascend_core.errors import ModelError
 from ascend_core.parallel.blocks import BlockList
 from ascend_core.parallel.failures import portable
@@ -55,14 +56,21 @@ class BlockGates:
         root: The model, pruned for this rank.
         blocks: Its blocks.
         stages: ``(first, one past last)`` block of every stage.
-        group: The pipeline group; stage ``s`` lives on its rank ``s % size``.
+        group: The pipeline group.
         rng: Random streams.
+        schedule: The schedule, which tells which rank of the group owns which stage.
     """
 
     def __init__(
-        self, root: nn.Module, blocks: BlockList, stages: list[tuple[int, int]], group: dist.ProcessGroup, rng: StepRng
+        self,
+        root: nn.Module,
+        blocks: BlockList,
+        stages: list[tuple[int, int]],
+        group: dist.ProcessGroup,
+        rng: StepRng,
+        schedule: str,
     ) -> None:
-        self.blocks, self.stages, self.group, self.rng = blocks, stages, group, rng
+        self.blocks, self.stages, self.group, self.rng, self.schedule = blocks, stages, group, rng, schedule
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.run: StageRun | None = None
         self._chained = 0
@@ -70,6 +78,7 @@ class BlockGates:
         self._inside = False
         modules = dict(root.named_modules())
         self._gated = [modules[name] for name in blocks.names]
+        self._root, self._block_modules = root, list(self._gated)
         for index, block in enumerate(self._gated):
             _shim.override_call(block, functools.partial(self._call_block, index, _shim.original_call(block)))
         if blocks.boundary is not None:
@@ -86,7 +95,19 @@ class BlockGates:
 
     def owner(self, stage: int) -> int:
         """Pipeline rank of a stage."""
-        return stage % self.size
+        return stage_owner(self.schedule, stage, self.size)
+
+    def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
+        """Parameters that a stage may use: of its blocks, and on the first and last stage those outside of all blocks.
+
+        Asked for anew each time, since FSDP2 exchanges a module's parameters.
+        """
+        first, end = self.stages[stage]
+        own = [p for block in self._block_modules[first:end] for p in block.parameters()]
+        if stage in (0, len(self.stages) - 1):
+            inside = {id(p) for block in self._block_modules for p in block.parameters()}
+            own += [p for p in self._root.parameters() if id(p) not in inside]
+        return iter({id(p): p for p in own}.values())
 
     def run_stage(self, stage: int, received: torch.Tensor | None, step: Callable[[], Any]) -> Any:
         """Run the user's step for one stage.

@@ -17,7 +17,10 @@ from ascend_core.config import microbatch_problem
 from ascend_core.errors import ModelError
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
-_FALLBACK = {"1F1B": "GPipe", "Interleaved1F1B": "LoopedBFS"}
+_FALLBACK = {
+    "1F1B": "GPipe", "Interleaved1F1B": "LoopedBFS", "InterleavedZeroBubble": "LoopedBFS", "DualPipeV": "ZBVZeroBubble"
+}  # fmt: skip
+"""Schedules with the same placement of stages that run any number of microbatches."""
 
 
 def batch_size(batch: Any) -> int:

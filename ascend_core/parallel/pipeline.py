@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ascend_core._shim import pytree
@@ -26,6 +25,7 @@ from ascend_core.errors import ModelError
 from ascend_core.parallel.failures import portable, shape_changed
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.microbatch import batch_size, choose_microbatches, split_batch
+from ascend_core.parallel.stage import Stage, StageModule, sendable
 
 StepFn = Callable[[Any, int], torch.Tensor]
 """The user's step: ``(microbatch, its number) -> scalar loss``, which calls the pipelined model once."""
@@ -123,7 +123,7 @@ class PipelineRunner:
         elif output.shape != meta.shape or output.dtype != meta.dtype:
             step.errors.append(shape_changed(stage, number, output, meta))
             return torch.zeros(meta.shape, dtype=meta.dtype, device=self.device, requires_grad=True)
-        return output.contiguous()
+        return sendable(output)
 
     def _run(self, stage: int, received: torch.Tensor | None, number: int) -> torch.Tensor:
         step = self._step
@@ -187,9 +187,14 @@ class PipelineRunner:
             self._schedules.popitem(last=False)
         return schedule
 
-    def _stage(self, stage: int, metas: list[torch.Tensor]) -> _Stage:
+    def _stage(self, stage: int, metas: list[torch.Tensor]) -> Stage:
+        meta = metas[stage]
+        module = StageModule(
+            lambda received, number: self.run_microbatch(stage, received, number, meta),
+            lambda: self.gates.stage_parameters(stage),
+        )
         inputs = () if stage == 0 else (metas[stage - 1],)
-        return _Stage(self, stage, self.num_stages, self.device, inputs, metas[stage], self.gates.group)
+        return Stage(module, stage, self.num_stages, self.device, inputs, meta, self.gates.group, self.record)
 
     def _measure(self) -> list[torch.Tensor]:
         """Measure what each stage sends, on the meta device: one forward of one microbatch, stage after stage.
@@ -227,51 +232,6 @@ class PipelineRunner:
             return tuple(output.shape), output.dtype, False
         trained = carries or any(p.requires_grad for p in self.root.parameters())
         return tuple(output.shape), output.dtype, trained
-
-
-class _StageModule(nn.Module):
-    """What torch's stage calls. It registers no child, so that torch leaves the model's gradients alone."""
-
-    def __init__(self, runner: PipelineRunner, stage: int, meta: torch.Tensor) -> None:
-        super().__init__()
-        self._call = lambda received, number: runner.run_microbatch(stage, received, number, meta)
-
-    def forward(self, received: torch.Tensor | None = None, *, mb: torch.Tensor) -> torch.Tensor:
-        """Run microbatch ``mb`` (an int64 tensor of one element)."""
-        return self._call(received, int(mb))
-
-
-class _Stage(PipelineStage):
-    """A torch stage whose backward errors are kept until the schedule has finished."""
-
-    def __init__(
-        self,
-        runner: PipelineRunner,
-        stage: int,
-        num_stages: int,
-        device: torch.device,
-        inputs: tuple[torch.Tensor, ...],
-        output: torch.Tensor,
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(
-            _StageModule(runner, stage, output),
-            stage,
-            num_stages,
-            device,
-            input_args=inputs,
-            output_args=(output,),
-            group=group,
-        )
-        self.record = runner.record
-
-    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
-        """Run torch's backward; on an error send zeros on and remember it."""
-        try:
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
-        except Exception as error:  # noqa: BLE001 - kept for _agree, so that the neighbours are not left waiting
-            self.record(error)
-            return tuple(None for _ in bwd_kwargs["input_values"]), None
 
 
 def _checked_loss(loss: Any, check_nan: bool) -> torch.Tensor:

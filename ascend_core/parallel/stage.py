@@ -1,0 +1,105 @@
+"""One stage as torch's schedules see it: a module that runs the user's step up to its cut, and its backward.
+
+Schedules that split the backward ask for the gradients of the received activation first and for those of parameters
+later. torch does so by autograd graph, from the stage's parameters; here these are those that the user's step can reach
+in this stage, wherever they live in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from ascend_core import _shim
+
+
+class StageModule(nn.Module):
+    """What torch's stage calls. It registers no child, so that torch leaves the model's gradients alone.
+
+    Args:
+        run: ``(received activation or None, microbatch number) -> output``.
+        reach: The parameters that the stage may use.
+    """
+
+    def __init__(
+        self, run: Callable[[torch.Tensor | None, int], torch.Tensor], reach: Callable[[], Iterator[nn.Parameter]]
+    ) -> None:
+        super().__init__()
+        self._run, self._reach = run, reach
+
+    def forward(self, received: torch.Tensor | None = None, *, mb: torch.Tensor) -> torch.Tensor:
+        """Run microbatch ``mb`` (an int64 tensor of one element)."""
+        return self._run(received, int(mb))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters that a split backward differentiates by."""
+        return self._reach()
+
+
+class Stage(PipelineStage):
+    """A torch stage whose backward errors are kept until the schedule has finished.
+
+    Args:
+        module: What it runs.
+        stage: Its index.
+        num_stages: Stages of all ranks.
+        device: This rank's device.
+        inputs: What it receives, on the meta device.
+        output: What it sends, on the meta device.
+        group: The pipeline group.
+        record: Takes an error.
+    """
+
+    def __init__(
+        self,
+        module: StageModule,
+        stage: int,
+        num_stages: int,
+        device: torch.device,
+        inputs: tuple[torch.Tensor, ...],
+        output: torch.Tensor,
+        group: dist.ProcessGroup,
+        record: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(module, stage, num_stages, device, input_args=inputs, output_args=(output,), group=group)
+        self.record = record
+        self._whole: dict[int, Any] = {}  # output gradients of backward passes that are done whole, at their second half
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        """Run torch's backward; on an error send zeros on and remember it."""
+        try:
+            if backward_type == "input" and not _any_gradient(bwd_kwargs["input_values"]):
+                return self._put_off(bwd_kwargs)
+            if backward_type == "weight" and bwd_kwargs["param_groups"] is None:
+                return self._do_whole(bwd_kwargs["stage_output"])
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        except Exception as error:  # noqa: BLE001 - kept for _agree, so that the neighbours are not left waiting
+            self.record(error)
+            return tuple(None for _ in bwd_kwargs.get("input_values", ())), []
+
+    def _put_off(self, bwd_kwargs: dict[str, Any]) -> Any:
+        """Nothing before this stage is trained: torch would find no path to its parameters either."""
+        self._whole[id(bwd_kwargs["stage_output"][0])] = bwd_kwargs["output_grads"]
+        return tuple(None for _ in bwd_kwargs["input_values"]), None
+
+    def _do_whole(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        grads = self._whole.pop(id(outputs[0]))
+        trained = [(o, None if grads is None else grads[i]) for i, o in enumerate(outputs) if o.requires_grad]
+        if trained:
+            torch.autograd.backward([o for o, _ in trained], [g for _, g in trained])
+        return (), None
+
+
+def _any_gradient(values: Any) -> bool:
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
+def sendable(output: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor that is no view: a split backward detaches it in place, which views do not allow."""
+    output = output.contiguous()
+    return output.clone() if _shim.is_view(output) else output
