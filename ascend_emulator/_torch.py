@@ -62,7 +62,8 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "torch.ops.aten.add.Tensor._op_dk",
-        "torch's derivative of an operator for which torch_npu registers its own.",
+        "torch's derivative or composition of an operator for which torch_npu registers its own. OpOverload.decompose() "
+        "prefers compositions in Python, which are made for tracing and choose other products.",
         "torch/_ops.py",
         "an operator can be called with the kernel of another dispatch key publicly",
     ),
@@ -112,6 +113,11 @@ def schema(op: Any) -> Any:
 def torchs_autograd(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an operator overload through torch's own autograd kernel; what it calls goes where its tensors are."""
     return op._op_dk(torch._C.DispatchKey.Autograd, *args, **kwargs)
+
+
+def composite(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator overload as the operators that torch composes it of."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def storage_at(address: int, device: torch.device, nbytes: int) -> Any:

@@ -93,6 +93,6 @@ def _decompose(op: Any) -> Any:
     """torch_npu has a fused kernel here; without NPU kernels the operator is what it is made of."""
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        return op.decompose(*args, **kwargs)
+        return _torch.composite(op, *args, **kwargs)
 
     return decomposed
