@@ -141,8 +141,8 @@ def main() -> int:
         print(f"{dtype}: {f'the first {limit}' if limit else 'all'} samples")
         more, layers = run(names, options.processes, selected)
         records += [{**r, "main": dtype == MAIN} for r in more]
-    if options.records:
-        options.records.write_text("\n".join(json.dumps(r) for r in records) + "\n")
+        if options.records:
+            options.records.write_text("\n".join(json.dumps(r) for r in records) + "\n")
     known = load()
     unexplained, stale = judge(known, records, whole=whole)
     for title, lines in (("failures that gaps.toml does not list", unexplained), ("listed gaps that are none", stale)):
