@@ -19,6 +19,9 @@ _TORCH_NPU_OWN = frozenset(
 )
 """Memory and views: torch_npu's own code does these right, without launching a kernel."""
 
+_DIRECT = frozenset(["conj_physical_"])
+"""Composed operators that start a kernel of the CPU by themselves, so that what they are composed of does not help."""
+
 _library: list[torch.library.Library] = []
 _layers: dict[str, str] = {}
 
@@ -67,7 +70,7 @@ def _install_one(library: torch.library.Library, name: str, qualified: str, simp
             _layers[qualified] = "decomposed"
         return
     explicit = has(name, "CompositeExplicitAutograd") or has(name, "CompositeExplicitAutogradNonFunctional")
-    if not has(name, "CPU") and not (explicit and has(name, "PrivateUse1")):
+    if not has(name, "CPU") and not (explicit and (has(name, "PrivateUse1") or qualified in _DIRECT)):
         return
     kernel = SPECIAL.get(qualified, Kernel)(op)
     if simple is not None and kernel.simple:

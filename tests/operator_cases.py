@@ -122,3 +122,13 @@ def compositions() -> list[str]:
     }
     x = torch.randn(5, 10, 10, generator=torch.Generator().manual_seed(0))
     return [name for name, function in cases.items() if not torch.equal(function(x), function(x.to("npu")).cpu())]
+
+
+def conjugates() -> list[bool]:
+    """Conjugating complex memory in place."""
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    a = torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    empty = [torch.empty(0, dtype=t, device="npu") for t in (torch.complex64, torch.float32, torch.complex64)]
+    cpu, npu = torch.svd(a), torch.svd(a.to("npu"), out=tuple(empty))
+    same = [torch.equal(c, n.cpu()) for c, n in zip(cpu, npu, strict=True)]
+    return [torch.equal(x.to("npu").conj_physical_().cpu(), x.clone().conj_physical_()), *same]

@@ -38,3 +38,7 @@ def test_derivatives_are_torchs(either: tuple[str, NpuPool]) -> None:
 def test_compositions_are_torchs(npu_pool: NpuPool) -> None:
     """torch's C++ compositions, not the ones in Python that it keeps for tracing."""
     assert npu_pool.run(1, operator_cases.compositions) == [[]]
+
+
+def test_conjugating_in_place(either: tuple[str, NpuPool]) -> None:
+    assert either[1].run(1, operator_cases.conjugates) == [[True] * 4]
