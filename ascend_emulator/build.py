@@ -17,7 +17,7 @@ from ascend_emulator.errors import EmulatorError
 SOURCES = Path(__file__).parent / "csrc"
 RUNTIME = ("runtime.c", "memory.c", "virtual.c", "shared.c", "stream.c", "event.c", "aclop.c", "unsupported.c")
 HCCL = ("hccl_comm.c", "hccl_reduce.c", "hccl_ops.c")
-ALIASES = ("acl_op_compiler", "opapi", "nnopbase", "ge_runner", "graph", "acl_tdt_channel")
+ALIASES = ("acl_op_compiler", "opapi", "nnopbase", "ge_runner", "graph", "acl_tdt_channel", "ascend_hal")
 """Libraries that torch_npu opens by name and that need nothing of their own: they lead to ``ascendcl``."""
 
 LIBRARIES = ("ascendcl", "hccl", *ALIASES, "hcomm")
