@@ -8,6 +8,7 @@ random numbers come from the NPU's generator; work waits for communication that 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,10 +32,17 @@ _wait_stream = runtime().emu_wait_stream
 _wait_stream.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 
 
-def drain() -> None:
-    """Wait for what the current stream still holds; the fast case is that nothing does."""
-    if _pending.value and _wait_stream(torch.npu.current_stream().npu_stream, -1) == 2:  # type: ignore[attr-defined]
-        raise RuntimeError("A collective on this stream failed (HCCL); the device cannot go on.")
+def drain(devices: Iterable[torch.device]) -> None:
+    """Wait for what the current streams of devices still hold; the fast case is that nothing is held anywhere.
+
+    Args:
+        devices: Those of the operands and the result; none of them need be the current device.
+    """
+    if not _pending.value:
+        return
+    for device in devices:
+        if _wait_stream(torch.npu.current_stream(device).npu_stream, -1) == 2:  # type: ignore[attr-defined]
+            raise RuntimeError("A collective on this stream failed (HCCL); the device cannot go on.")
 
 
 class _Devices:
@@ -43,6 +51,7 @@ class _Devices:
     def __init__(self, name: str, mixed: bool) -> None:
         self.name, self.mixed = name, mixed
         self.device: torch.device | None = None
+        self.seen: set[torch.device] = set()
         self.elsewhere = self.any_cpu = self.any_npu = False
 
     def convert(self, value: Any) -> Any:
@@ -60,6 +69,7 @@ class _Devices:
             if self.any_npu and self.device != tensor.device and not self.mixed:
                 raise _different(self.name, self.device, tensor.device)
             self.any_npu, self.device = True, tensor.device
+            self.seen.add(tensor.device)
             return as_cpu(tensor)
         self.any_cpu |= tensor.dim() > 0
         return tensor
@@ -107,14 +117,14 @@ class Kernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator."""
-        drain()
         devices = _Devices(self.name, self.mixed)
         cpu_args, cpu_kwargs = tree_map(devices.convert, (args, kwargs))
         device = devices.result_device()
+        drain({*devices.seen, device})
         if self.pins and "pin_memory" in cpu_kwargs:
             cpu_kwargs["pin_memory"] = False
         if self.outs:
-            return self._into_outs(cpu_args, cpu_kwargs, kwargs)
+            return self._into_outs(cpu_args, cpu_kwargs, kwargs, device)
         result = self._run(list(cpu_args), cpu_kwargs, device)
         if devices.elsewhere:
             return result
@@ -144,13 +154,13 @@ class Kernel:
             return [self._back(None, v, args, kwargs, device) for v in value]
         return value
 
-    def _into_outs(self, args: Any, cpu_kwargs: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    def _into_outs(self, args: Any, cpu_kwargs: dict[str, Any], kwargs: dict[str, Any], device: torch.device) -> Any:
         """Compute into fresh tensors, then grow and fill the caller's."""
         fresh = {
             n: tree_map(lambda t: torch.empty(0, dtype=t.dtype) if isinstance(t, torch.Tensor) else t, kwargs.get(n))
             for n in self.outs
         }
-        self._run(list(args), {**cpu_kwargs, **fresh}, torch.device("npu", torch.npu.current_device()))  # type: ignore[attr-defined]
+        self._run(list(args), {**cpu_kwargs, **fresh}, device)
         for name in self.outs:
             targets, values = kwargs.get(name), fresh[name]
             if isinstance(targets, torch.Tensor):
