@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE ?= 1
 
-.PHONY: setup demo demo-cpu test conformance lint bench clean
+.PHONY: setup demo demo-cpu test conformance upstream-npu lint bench clean
 
 setup: $(READY)
 
@@ -39,6 +39,10 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python -m ascend_emulator --devices 1 benchmarks/emulator.py
+
+# torch_npu's own tests, cloned into build/; see docs/upstream-torch-npu.md.
+upstream-npu: $(READY)
+	$(BIN)/python -m ascend_emulator --devices 8 -m tests.upstream_npu.run $(if $(ONLY),--only $(ONLY))
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -31,7 +31,7 @@ RUNTIME = (
     "unsupported.c",
 )
 HCCL = ("hccl_comm.c", "hccl_port.c", "hccl_link.c", "hccl_reduce.c", "hccl_ops.c", "hccl_p2p.c")
-ALIASES = ("acl_op_compiler", "opapi", "nnopbase", "ge_runner", "graph", "acl_tdt_channel")
+ALIASES = ("acl_op_compiler", "opapi", "nnopbase", "ge_runner", "graph", "acl_tdt_channel", "ascend_hal")
 """Libraries that torch_npu opens by name and that need nothing of their own: they lead to ``ascendcl``."""
 
 LIBRARIES = ("ascendcl", "hccl", *ALIASES, "hcomm")

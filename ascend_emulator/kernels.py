@@ -27,10 +27,17 @@ _wait_stream = runtime().emu_wait_stream
 _wait_stream.argtypes = [ctypes.c_void_p, ctypes.c_int64]
 
 
-def drain() -> None:
-    """Wait for what the current stream still holds; the fast case is that nothing does."""
-    if _pending.value and _wait_stream(torch.npu.current_stream().npu_stream, -1) == 2:  # type: ignore[attr-defined]
-        raise RuntimeError("A collective on this stream failed (HCCL); the device cannot go on.")
+def drain(devices: Iterable[torch.device]) -> None:
+    """Wait for what the current streams of devices still hold; the fast case is that nothing is held anywhere.
+
+    Args:
+        devices: Those of the operands and the result; none of them need be the current device.
+    """
+    if not _pending.value:
+        return
+    for device in devices:
+        if _wait_stream(torch.npu.current_stream(device).npu_stream, -1) == 2:  # type: ignore[attr-defined]
+            raise RuntimeError("A collective on this stream failed (HCCL); the device cannot go on.")
 
 
 class _Devices:
@@ -43,6 +50,7 @@ class _Devices:
         self.storages: dict[int, tuple[Any, Any]] = {}
         self.aliases: dict[int, torch.Tensor] = {}
         self.types: set[torch.dtype] = set()
+        self.seen: set[torch.device] = set()
 
     def convert(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -60,6 +68,7 @@ class _Devices:
                 raise _different(self.name, self.device, tensor.device)
             self.types.add(tensor.dtype)
             self.any_npu, self.device = True, tensor.device
+            self.seen.add(tensor.device)
             if id(tensor) not in self.aliases:
                 self.aliases[id(tensor)] = as_cpu(tensor, self.storages)
             return self.aliases[id(tensor)]
@@ -119,7 +128,6 @@ class Kernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator."""
-        drain()
         devices = _Devices(self.name, self.flags)
         cpu_args, cpu_kwargs = tree_map(devices.convert, (args, kwargs))
         device = devices.result_device()
@@ -127,6 +135,7 @@ class Kernel:
             devices.check_written(
                 [*(args[i] if i < len(args) else kwargs.get(n) for i, n in self.written), *map(kwargs.get, self.outs)]
             )
+        drain({*devices.seen, device})
         if self.pins and "pin_memory" in cpu_kwargs:
             cpu_kwargs["pin_memory"] = False
         rules.check_types(self.name, self.flags, devices.types)

@@ -110,8 +110,12 @@ def refused_types() -> dict[str, str]:
     return seen
 
 
-def asynchronous() -> tuple[float, bool]:
-    """A collective returns at once while a peer is late, and the result is right when it is used."""
+def asynchronous(elsewhere: bool) -> tuple[float, bool]:
+    """A collective returns at once while a peer is late, and the result is right when it is used.
+
+    Args:
+        elsewhere: Use the result while another device is the current one.
+    """
     t = torch.ones(1000, device=here())
     dist.all_reduce(t.clone())  # the first one creates the communicator, which waits for the peer
     torch.npu.synchronize()
@@ -121,7 +125,8 @@ def asynchronous() -> tuple[float, bool]:
     work = dist.all_reduce(t, async_op=True)
     enqueued = time.monotonic() - start
     work.wait()
-    return enqueued, bool((t == dist.get_world_size()).all())
+    with torch.npu.device((torch.npu.current_device() + int(elsewhere)) % torch.npu.device_count()):
+        return enqueued, bool((t == dist.get_world_size()).cpu().all())
 
 
 def one_dies() -> None:

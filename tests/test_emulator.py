@@ -51,8 +51,9 @@ def test_types_that_hccl_refuses(npu_pool: NpuPool) -> None:
         assert all("Unsupported data type" in text for text in seen.values()), seen
 
 
-def test_collectives_are_asynchronous(npu_pool: NpuPool) -> None:
-    for enqueued_s, right in npu_pool.run(2, emulated.asynchronous):
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
+def test_collectives_are_asynchronous(npu_pool: NpuPool, elsewhere: bool) -> None:
+    for enqueued_s, right in npu_pool.run(2, emulated.asynchronous, elsewhere):
         assert right
         assert enqueued_s < 0.4
 

@@ -84,6 +84,7 @@ struct Call {
   std::optional<c10::Device> device;
   bool any_npu = false, any_cpu = false, cpu_written = false, elsewhere = false, several_types = false;
   at::ScalarType type = at::ScalarType::Undefined;
+  uint64_t seen = 0; // bit per device
   // Operands that are one tensor, or share memory, do so on the CPU too: so kernels see which overlap.
   std::unordered_map<const c10::TensorImpl*, at::Tensor> aliases;
   std::unordered_map<const c10::StorageImpl*, c10::Storage> storages;
@@ -113,6 +114,7 @@ struct Call {
     TORCH_CHECK(t.layout() == at::kStrided, "The emulated NPU holds dense tensors only, not layout ", t.layout());
     any_npu = true;
     device = t.device();
+    seen |= 1ull << t.device().index();
     auto& alias = aliases[t.unsafeGetTensorImpl()];
     if (!alias.defined()) {
       auto& storage = storages[t.storage().unsafeGetStorageImpl()];
@@ -151,6 +153,15 @@ struct Call {
       for (const at::Tensor& t : value.toTensorList()) cpu_written |= !on_npu(t);
   }
 
+  // Wait for what the current streams of all devices concerned still hold; the fast case is that nothing does.
+  void drain(c10::Device result) const {
+    for (int index = 0; index < 64; index++) {
+      if (!(seen >> index & 1) && index != result.index()) continue;
+      auto stream = c10_npu::getCurrentNPUStream(static_cast<c10::DeviceIndex>(index));
+      TORCH_CHECK(emu_wait_stream(stream.stream(false), -1) != 2, "A collective on this stream failed (HCCL); the device cannot go on.");
+    }
+  }
+
   c10::Device result_device() const {
     if (any_npu && (any_cpu || cpu_written) && !(flags & MIXED)) different(c10::Device(c10::kCPU));
     if (device && device->has_index()) return *device;
@@ -178,8 +189,6 @@ class Kernel : public c10::OperatorKernel {
   }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-    if (emu_pending.load(std::memory_order_relaxed) && emu_wait_stream(c10_npu::getCurrentNPUStream().stream(false), -1) == 2)
-      TORCH_CHECK(false, "A collective on this stream failed (HCCL); the device cannot go on.");
     const auto& schema = op.schema();
     const size_t count = schema.arguments().size(), first = stack->size() - count;
     c10::SmallVector<c10::IValue, 2> written;
@@ -188,6 +197,7 @@ class Kernel : public c10::OperatorKernel {
     for (int place : written_) call.note_written((*stack)[first + place]);
     for (size_t i = 0; i < count; i++) call.convert((*stack)[first + i]);
     const auto device = call.result_device();
+    if (emu_pending.load(std::memory_order_relaxed)) call.drain(device);
     if (pin_ >= 0 && !(*stack)[first + pin_].isNone()) (*stack)[first + pin_] = false;
     const bool computes = flags_ & SATURATES || (flags_ & CASTS && call.several_types);
     const bool saturating = emu_saturate && computes && !call.elsewhere;

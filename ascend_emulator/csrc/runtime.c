@@ -34,23 +34,35 @@ const char *aclGetRecentErrMsg(void) {
   return given;
 }
 
-/* ASCEND_RT_VISIBLE_DEVICES as CANN reads it: ids up to the first that is out of order, repeated or missing. */
+/* ASCEND_RT_VISIBLE_DEVICES as CANN reads it: ids up to the first that is missing or no number. One that is repeated or
+ * out of order, or none at all, leaves no device. The parser of torch_npu (npu.device_count) follows the same rules. */
 static int visible[EMU_MAX_DEVICES], visible_count = -1;
 
+static int devices_of_machine(void) {
+  long devices = emu_setting("ASCEND_EMULATOR_DEVICES", 8);
+  return (int)(devices > EMU_MAX_DEVICES ? EMU_MAX_DEVICES : devices);
+}
+
+/* The driver counts what is there, whatever is visible. */
+int drvGetDevNum(uint32_t *count) {
+  *count = (uint32_t)devices_of_machine();
+  return EMU_OK;
+}
+
 static void read_visible(void) {
-  int devices = (int)emu_setting("ASCEND_EMULATOR_DEVICES", 8);
-  if (devices > EMU_MAX_DEVICES) devices = EMU_MAX_DEVICES;
-  visible_count = 0;
+  int devices = devices_of_machine();
   const char *mask = getenv("ASCEND_RT_VISIBLE_DEVICES");
-  if (!mask || !*mask) {
+  visible_count = 0;
+  if (!mask) {
     for (int i = 0; i < devices; i++) visible[visible_count++] = i;
     return;
   }
   int previous = -1;
-  while (*mask) {
+  while (*mask >= '0' && *mask <= '9') {
     char *end;
     long id = strtol(mask, &end, 10);
-    if (end == mask || id <= previous || id >= devices) break;
+    if (id <= previous) visible_count = 0;
+    if (id <= previous || id >= devices) break;
     visible[visible_count++] = previous = (int)id;
     if (*end != ',') break;
     mask = end + 1;
@@ -160,6 +172,11 @@ int aclrtCtxSetSysParamOpt(int option, int64_t value) { return aclrtSetSysParamO
 
 /* Time limits and compile options change nothing here: operators run on the host and are compiled already. */
 int aclrtSetOpExecuteTimeOut(uint32_t seconds) { return EMU_OK; }
+int aclrtSetOpExecuteTimeOutWithMs(uint32_t milliseconds) { return EMU_OK; }
+int aclrtSetOpExecuteTimeOutV2(uint64_t microseconds, uint64_t *actual) {
+  *actual = microseconds;
+  return EMU_OK;
+}
 int aclrtSetOpWaitTimeout(uint32_t seconds) { return EMU_OK; }
 int aclSetCompileopt(int option, const char *value) { return EMU_OK; }
 int aclrtPeekAtLastError(int level) { return EMU_OK; }

@@ -42,7 +42,6 @@ class FusedKernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator."""
-        drain()
         places = _Places(self.name, self.formula)
         values = {}
         for position, argument in enumerate(self.arguments):
@@ -61,6 +60,7 @@ class FusedKernel:
             host = value if name in self.formula.host_arguments else tree_map(places.to_host, value)
             if name not in self.formula.ignored:
                 values[name] = host
+        drain([places.of_results()])
         if self.formula.wants_device:
             values["device"] = places.of_results()
         with torch.no_grad():
