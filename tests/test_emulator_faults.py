@@ -136,8 +136,8 @@ def test_a_command_on_two_nodes(tmp_path: Path) -> None:
         "dist.init_process_group('hccl')\n"
         "dist.all_reduce(t := torch.ones(4, device='npu'))\n"
         "from ascend_emulator import traffic\n"
-        "print('rank', os.environ['RANK'], 'node', os.environ['ASCEND_EMULATOR_NODE'], torch.npu.device_count(),"
-        " t[0].item(), *traffic(), flush=True)\n"
+        "seen = 'rank', os.environ['RANK'], 'node', os.environ['ASCEND_EMULATOR_NODE'], torch.npu.device_count(), t[0].item()\n"
+        "os.write(1, (' '.join(map(str, (*seen, *traffic()))) + '\\n').encode())\n"
         "dist.destroy_process_group()\n"
     )
     run = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
@@ -160,11 +160,12 @@ def test_info_lists_what_is_emulated() -> None:
 def test_accelerate_launch_in_an_environment(tmp_path: Path) -> None:
     """What ``env`` prints makes plain launchers see the NPUs; Accelerate finds them by itself."""
     (tmp_path / "train.py").write_text(
-        "import torch\n"
+        "import os, torch\n"
         "from accelerate import Accelerator\n"
         "a = Accelerator()\n"
         "x = a.reduce(torch.full((2,), float(a.process_index + 1), device=a.device))\n"
-        "print('rank', a.process_index, a.num_processes, a.device, a.distributed_type.value, x[0].item(), flush=True)\n"
+        "seen = 'rank', a.process_index, a.num_processes, a.device, a.distributed_type.value, x[0].item()\n"
+        "os.write(1, (' '.join(map(str, seen)) + '\\n').encode())\n"
         "a.end_training()\n"
     )
     bin = Path(sys.executable).parent
