@@ -16,16 +16,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class MismatchError(Exception):
-    """The two devices do not agree; the text says in what.
-
-    Args:
-        text: What differs.
-        distance: If nothing but values does: the largest gap, relative to the largest element of its tensor.
-    """
-
-    def __init__(self, text: str, distance: float | None = None) -> None:
-        super().__init__(text)
-        self.distance = distance
+    """The two devices do not agree; the text says in what."""
 
 
 @dataclass
@@ -83,38 +74,49 @@ def same(cpu: Any, npu: Any, what: str, *, values: bool = True) -> None:
     Raises:
         MismatchError: They differ.
     """
-    distances: dict[str, float] = {}
-    _compare(cpu, npu, what, distances if values else None)
-    if distances:
-        where = max(distances, key=lambda w: distances[w])
-        raise MismatchError(f"{where}: values differ by up to {distances[where]:.0e} of the largest", distances[where])
+    small = _Small(values)
+    _compare(cpu, npu, what, small)
+    texts = small.strides[:1]
+    if small.distances:
+        where = max(small.distances, key=lambda w: small.distances[w])
+        texts.append(f"{where}: values differ by up to {small.distances[where]:.0e} of the largest")
+    if texts:
+        raise MismatchError("; ".join(texts))
 
 
-def _compare(cpu: Any, npu: Any, what: str, distances: dict[str, float] | None) -> None:
+@dataclass
+class _Small:
+    """Differences that do not keep the rest from being compared: strides, and values by place."""
+
+    values: bool
+    strides: list[str] = field(default_factory=list)
+    distances: dict[str, float] = field(default_factory=dict)
+
+
+def _compare(cpu: Any, npu: Any, what: str, small: _Small) -> None:
     if isinstance(cpu, torch.Tensor) and isinstance(npu, torch.Tensor):
-        _compare_tensors(cpu, npu, what, distances)
+        _compare_tensors(cpu, npu, what, small)
     elif type(cpu) is not type(npu):
         raise MismatchError(f"{what}: type {type(cpu).__name__} on the cpu, {type(npu).__name__} on the npu")
     elif isinstance(cpu, (list, tuple)):
         if len(cpu) != len(npu):
             raise MismatchError(f"{what}: length {len(cpu)} on the cpu, {len(npu)} on the npu")
         for i, (a, b) in enumerate(zip(cpu, npu, strict=True)):
-            _compare(a, b, f"{what}[{i}]", distances)
+            _compare(a, b, f"{what}[{i}]", small)
     elif isinstance(cpu, dict):
         if list(cpu) != list(npu):
             raise MismatchError(f"{what}: keys differ")
         for key in cpu:
-            _compare(cpu[key], npu[key], f"{what}[{key!r}]", distances)
-    elif distances is not None and not isinstance(cpu, torch.Generator) and not (cpu == npu or (cpu != cpu and npu != npu)):
+            _compare(cpu[key], npu[key], f"{what}[{key!r}]", small)
+    elif small.values and not isinstance(cpu, torch.Generator) and not (cpu == npu or (cpu != cpu and npu != npu)):
         raise MismatchError(f"{what}: {cpu!r} on the cpu, {npu!r} on the npu")
 
 
-def _compare_tensors(cpu: torch.Tensor, npu: torch.Tensor, what: str, distances: dict[str, float] | None) -> None:
+def _compare_tensors(cpu: torch.Tensor, npu: torch.Tensor, what: str, small: _Small) -> None:
     expected = "npu" if cpu.device.type == "cpu" else cpu.device.type
     facts: dict[str, Callable[[torch.Tensor], Any]] = {
         "type": lambda t: type(t).__name__, "dtype": lambda t: t.dtype, "shape": lambda t: tuple(t.shape), "layout": lambda t: t.layout,
         "requires_grad": lambda t: t.requires_grad, "is_leaf": lambda t: t.is_leaf, "is_conj": lambda t: t.is_conj(), "is_neg": lambda t: t.is_neg(),
-        "strides": _strides,
     }  # fmt: skip
     for name, fact in facts.items():
         a, b = fact(cpu), fact(npu)
@@ -122,10 +124,12 @@ def _compare_tensors(cpu: torch.Tensor, npu: torch.Tensor, what: str, distances:
             raise MismatchError(f"{what}: {name} {a} on the cpu, {b} on the npu")
     if npu.device.type != expected:
         raise MismatchError(f"{what}: on {npu.device}, not on an {expected}")
-    if distances is not None and expected == "npu":
+    if _strides(cpu) != _strides(npu):
+        small.strides.append(f"{what}: strides {_strides(cpu)} on the cpu, {_strides(npu)} on the npu")
+    if small.values and expected == "npu":
         distance = _distance(cpu.detach(), npu.detach().to("cpu"))
         if distance is not None:
-            distances[what] = distance
+            small.distances[what] = distance
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -21,7 +21,7 @@ class Gap:
         checks: Names of the checks in which they differ.
         text: Regular expression that finds the failure's text; all of them must match.
         reason: Why it is so.
-        within: For values that differ: the largest gap allowed, relative to the largest element.
+        within: The largest gap allowed between values, relative to the largest element; default none at all.
         sometimes: The difference depends on chance, so a run without it is no surprise.
         dies: The CPU kernel itself ends the process, so the check is not run.
         dtypes: Types of the samples it holds for; default any.
@@ -31,7 +31,7 @@ class Gap:
     checks: tuple[str, ...]
     text: str
     reason: str
-    within: float | None = None
+    within: float = 0.0
     sometimes: bool = False
     dies: bool = False
     dtypes: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Gap:
         if re.search(self.text, text) is None:
             return False
         distance = re.search(r"differ by up to (\S+) of the largest", text)
-        return self.within is None or (distance is not None and float(distance[1]) <= self.within)
+        return distance is None or float(distance[1]) <= self.within
 
 
 def load(file: Path = FILE) -> list[Gap]:

@@ -97,8 +97,8 @@ class Worker:
         return bool(self.names)
 
 
-def all_names() -> list[str]:
-    """Names of all operators of the database that have a CPU kernel."""
+def listing() -> dict[str, list[str]]:
+    """Names of operators; see ``worker.listing``."""
     command = [sys.executable, "-m", "ascend_emulator", "--devices", "1", str(HERE / "worker.py"), "--list"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -133,7 +133,8 @@ def main() -> int:
     options = arguments.parse_args()
     start = time.monotonic()
     whole = options.names is None and options.limit is None and options.dtypes is None
-    names = options.names or all_names()
+    listed = {} if options.names else listing()
+    names = options.names or listed["run"]
     records, layers = [], {}
     for dtype in options.dtypes or (MAIN, *SECONDARY):
         limit = options.limit if dtype == MAIN else 1
@@ -151,7 +152,7 @@ def main() -> int:
             print("  " + line)
     print(f"{len(records)} records in {time.monotonic() - start:.0f} s; operators by layer: {layers}")
     if whole and not unexplained and not stale:
-        write(ROOT / "docs/conformance.md", records, known, layers)
+        write(ROOT / "docs/conformance.md", records, known, layers, listed)
     return 1 if unexplained or stale else 0
 
 

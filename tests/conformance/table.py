@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ MEANING = {
 }
 
 
-def write(path: Path, records: list[dict[str, Any]], known: list[Gap], layers: dict[str, int]) -> None:
+def write(
+    path: Path, records: list[dict[str, Any]], known: list[Gap], layers: dict[str, int], names: dict[str, list[str]]
+) -> None:
     """Write the document.
 
     Args:
@@ -43,11 +46,14 @@ def write(path: Path, records: list[dict[str, Any]], known: list[Gap], layers: d
         records: Of the whole run, all types.
         known: The known gaps.
         layers: How many of torch's operators each layer of the emulator serves.
+        names: ``skipped``, operators without a CPU kernel; ``uninitialized``, ones that return memory as it is.
     """
     import torch
 
+    skipped, uninitialized = names["skipped"], names["uninitialized"]
+
     main, other = [r for r in records if r["main"]], [r for r in records if not r["main"]]
-    names, unlike = {r["operator"] for r in main}, {o for g in known for o in g.operators}
+    ran, unlike = {r["operator"] for r in main}, {o for g in known for o in g.operators}
     elsewhere = sorted({r["operator"] for r in main if r["dtype"] != MAIN})
     served = ", ".join(f"{count} {name}" for name, count in sorted(layers.items()))
     path.write_text(
@@ -58,9 +64,12 @@ every operator runs on the CPU and on the emulated NPU. Results must be equal to
 and strides; where the CPU raises, the NPU must raise the same type of error. Numbers and limits of real NPUs are no
 subject here: see [emulator.md](emulator.md).
 
-- {len(names)} operators, {sum(r["samples"] for r in main)} samples, {MAIN} where the operator takes it; {len(names - unlike)} operators differ in nothing.
+- {len(ran)} operators, {sum(r["samples"] for r in main)} samples, {MAIN} where the operator takes it; {len(ran - unlike)} operators differ in nothing.
 - Operators of torch by layer of the emulator: {served}.
 - {len(elsewhere)} operators take no {MAIN} and run with int64 or complex64: {", ".join(f"`{n}`" for n in elsewhere)}.
+- {len(skipped)} more have no CPU kernel to compare with: {", ".join(f"`{n}`" for n in skipped)}.
+- Random numbers, and memory that was never written, are compared in type, shape and strides only: {_count(main, "random")} samples that draw,
+  and {", ".join(f"`{n}`" for n in uninitialized)}.
 - A part of it runs with the tests: `tests/test_conformance.py`.
 
 ## Checks
@@ -87,6 +96,10 @@ def _checks(records: Iterable[dict[str, Any]]) -> str:
     return "".join(f"| {k} | {MEANING[k]} | {c['equal']} | {c['refused']} | {c['failed']} |\n" for k, c in totals.items())
 
 
+def _count(records: list[dict[str, Any]], kind: str) -> int:
+    return sum(sum(r["checks"].get(kind, {}).values()) for r in records)
+
+
 def _types(records: list[dict[str, Any]]) -> str:
     lines = ""
     for dtype in SECONDARY:
@@ -103,7 +116,7 @@ def gap_section(known: list[Gap]) -> str:
     """The part of the document that follows from ``gaps.toml`` alone."""
     text = "## Known differences\n\nEach is listed in `tests/conformance/gaps.toml`; a run fails on any other, and on one of these that is no more.\n"
     for gap in known:
-        limits = [f"at most {gap.within:.0e} of the largest element"] if gap.within is not None else []
+        limits = [f"at most {gap.within:.0e} of the largest element"] if 0 < gap.within < inf else []
         limits += ["not in every run"] if gap.sometimes else []
         limits += ["not run"] if gap.dies else []
         text += f"\n**{gap.reason}**{' (' + '; '.join(limits) + ')' if limits else ''}\n\n"

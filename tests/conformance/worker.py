@@ -11,6 +11,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -23,10 +24,17 @@ from conformance.samples import main_dtype, operators
 from conformance.suite import run_operator
 
 
+def listing(database: dict[str, Any]) -> dict[str, list[str]]:
+    """Names: what can run, what has no CPU kernel, and what returns memory as it is."""
+    run = [n for n, op in database.items() if main_dtype(op) is not None]
+    uninitialized = [n for n in run if database[n].has_nondeterministic_output]
+    return {"run": run, "skipped": [n for n in database if n not in run], "uninitialized": uninitialized}
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("results", type=Path, nargs="?")
-    arguments.add_argument("--list", action="store_true", help="print the operators' names")
+    arguments.add_argument("--list", action="store_true", help="print names of operators")
     arguments.add_argument("--dtype", default=None)
     arguments.add_argument("--limit", type=int, default=None)
     arguments.add_argument("--names", nargs="*", default=None)
@@ -34,7 +42,7 @@ def main() -> None:
     torch.set_num_threads(1)
     database, known = operators(), load()
     if options.list:
-        print(json.dumps([n for n, op in database.items() if main_dtype(op) is not None]))
+        print(json.dumps(listing(database)))
         return
     with options.results.open("a") as file:
 
