@@ -74,6 +74,9 @@ class _Context(context.ForkServerContext):
 def install() -> None:
     """Let this process's "spawn" start children from the server."""
     spawn.get_preparation_data = lambda name: _Data(_preparation(name))
+    default = context._default_context
+    if getattr(default._actual_context, "_name", "") == "spawn":  # someone has set the start method already
+        default._actual_context = _Context()
     context._concrete_contexts["spawn"] = _Context()  # type: ignore[assignment]
     forkserver.set_forkserver_preload(PRELOAD)
 

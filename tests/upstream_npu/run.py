@@ -68,17 +68,15 @@ def _lines(log: Path) -> list[dict[str, Any]]:
 
 
 def _held_gib(group: int) -> float:
-    """Memory of a process group, pages shared by forked processes counted once per process."""
+    """Memory of a process group; pages that forked processes share are counted once."""
     total = 0
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             if os.getpgid(int(entry.name)) == group:
-                anonymous = (
-                    line for line in (entry / "status").read_text().splitlines() if line.startswith(("RssAnon", "RssShmem"))
-                )
-                total += sum(int(line.split()[1]) for line in anonymous)
+                lines = (entry / "smaps_rollup").read_text().splitlines()
+                total += sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
         except OSError:
             continue  # it has just ended
     return total / 2**20
@@ -90,7 +88,7 @@ def _watch(process: Process, log: Path, end: float) -> str | None:
     why = None
     try:
         while process.poll() is None and why is None:
-            time.sleep(0.2)
+            time.sleep(0.2 if time.monotonic() - since < 2 else 1)
             size = log.stat().st_size if log.is_file() else 0
             if size != seen:
                 seen, since = size, time.monotonic()

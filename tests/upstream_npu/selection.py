@@ -16,11 +16,13 @@ FOLDERS = ("test/npu", "test/distributed")
 PACKAGES = ("expecttest==0.3.0", "parameterized==0.9.0")
 """What the tests import beside torch and torch_npu; not part of this project's environment."""
 
-OWN_PROCESS = frozenset({"test/npu/test_allocator_envs.py", "test/npu/test_fault_mode.py"})
-"""Files that read or set what is fixed when torch_npu is imported: they start, and spawn, new interpreters."""
+OWN_PROCESS = frozenset(
+    {"test/npu/test_allocator_envs.py", "test/npu/test_fault_mode.py", "test/distributed/test_all_to_all_single.py"}
+)
+"""Files that set what is fixed when torch_npu is imported, or count on slow ends of processes: they use new interpreters."""
 
-FEW_RANKS = frozenset({"test/distributed/pipelining/test_schedule_multiproc.py"})
-"""Files that train for long: they take their own default number of ranks, not all devices."""
+FEW_RANKS = frozenset(f"test/distributed/pipelining/test_{name}.py" for name in ("schedule_multiproc", "stage", "fx_tracer"))
+"""Files that take their own default number of ranks, not all devices: some of their pipelines have two stages only."""
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
