@@ -38,6 +38,8 @@ def _restore(environment: dict[str, str], group: int, address: str, data: dict[s
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.clear()
     os.environ.update(environment)
+    if "torch" in sys.modules:
+        sys.modules["torch"].distributed.set_debug_level_from_env()  # as the import of torch does
     if group:
         os.setpgid(0, group)
         _say_into(environment["UPSTREAM_OUT"])
