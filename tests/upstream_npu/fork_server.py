@@ -38,6 +38,8 @@ def _restore(environment: dict[str, str], group: int, address: str, data: dict[s
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.clear()
     os.environ.update(environment)
+    if "torch" in sys.modules:
+        sys.modules["torch"].distributed.set_debug_level_from_env()  # as the import of torch does
     if group:
         os.setpgid(0, group)
         _say_into(environment["UPSTREAM_OUT"])
@@ -74,6 +76,9 @@ class _Context(context.ForkServerContext):
 def install() -> None:
     """Let this process's "spawn" start children from the server."""
     spawn.get_preparation_data = lambda name: _Data(_preparation(name))
+    default = context._default_context
+    if getattr(default._actual_context, "_name", "") == "spawn":  # someone has set the start method already
+        default._actual_context = _Context()
     context._concrete_contexts["spawn"] = _Context()  # type: ignore[assignment]
     forkserver.set_forkserver_preload(PRELOAD)
 
