@@ -19,6 +19,7 @@ def as_cpu(tensor: torch.Tensor, storages: dict[int, tuple[Any, Any]] | None = N
         storages: The storages of this call so far, by id: the NPU's and the CPU's over it. Tensors that share one share
             the other, so that kernels see which operands overlap.
     """
+    _check_dense(tensor)
     storage = tensor.untyped_storage()
     storages = {} if storages is None else storages
     known = storages.get(id(storage))
@@ -33,6 +34,7 @@ def as_cpu(tensor: torch.Tensor, storages: dict[int, tuple[Any, Any]] | None = N
 
 def to_npu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of a CPU tensor in device memory, with the same strides."""
+    _check_dense(tensor)
     out = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if tensor.numel():
         as_cpu(out).copy_(tensor)
@@ -52,3 +54,8 @@ def follow(tensor: torch.Tensor, alias: torch.Tensor) -> None:
         tensor.set_(tensor.untyped_storage(), alias.storage_offset(), alias.size(), alias.stride())
     if alias.numel():
         as_cpu(tensor).copy_(alias)
+
+
+def _check_dense(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise RuntimeError(f"The emulated NPU holds dense tensors only, not layout {tensor.layout}")

@@ -57,6 +57,11 @@ def mixed_devices() -> dict[str, str]:
     }
 
 
+def sparse() -> list[str]:
+    """Sparse tensors, an empty one among them."""
+    return [_text(lambda t=t: t.to("npu").to_sparse()) for t in (torch.eye(2), torch.zeros(0, 2, dtype=torch.int64))]
+
+
 def old_soc() -> dict[str, Any]:
     """On an SoC from before bfloat16, whose overflow saturates by default."""
     import torch_npu

@@ -45,6 +45,11 @@ def test_mixed_devices(either: tuple[str, NpuPool]) -> None:
     assert seen["result stays on"] == "accepted: npu:1"
 
 
+def test_sparse_tensors_are_refused(either: tuple[str, NpuPool]) -> None:
+    for text in either[1].run(1, strict.sparse)[0]:
+        assert "The emulated NPU holds dense tensors only" in text, text
+
+
 def check_saturation(seen: dict[str, Any]) -> None:
     assert seen["flag before"] == (False, [30000.0] * 3, False)
     assert seen["doubled"] == ([MAX] * 3, [-MAX] * 3, True)
