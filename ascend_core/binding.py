@@ -43,7 +43,7 @@ def read_mask() -> list[int] | None:
         if len(ids) > 1 and ids[-1] <= ids[-2]:
             raise ConfigError(
                 f"{MASK}={text!r}: id {ids[-1]} comes after {ids[-2]}.",
-                f"Ids must ascend; the runtime drops {ids[-1]} and what follows, and says nothing.",
+                "Ids must ascend; in any other order the runtime shows fewer devices, or none, and says nothing.",
                 "Write each id once, smallest first.",
             )
     return ids

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,8 +41,7 @@ def fast_layer() -> Callable[[str, dict[str, int]], None] | None:
     def install(namespace: str, operators: dict[str, int]) -> None:
         names = (ctypes.c_char_p * len(operators))(*(n.encode() for n in operators))
         flags = (ctypes.c_int64 * len(operators))(*operators.values())
-        with warnings.catch_warnings():
-            done = register(namespace.encode(), names, flags, len(operators))
+        done = register(namespace.encode(), names, flags, len(operators))
         if done != len(operators):
             raise EmulatorError(f"{len(operators) - done} operators were not found.", "torch changed.", "Report this.")
 

@@ -26,6 +26,7 @@ SETTINGS = {
     "HCCL_CONNECT_TIMEOUT": ("120", "seconds to wait for peers to join"),
     "HCCL_EXEC_TIMEOUT": ("1836", "seconds to wait for peers in an operation; 0: for ever"),
     "HCCL_IF_BASE_PORT": ("60000", "first host port"),
+    "HCCL_HOST_SOCKET_PORT_RANGE": ("", "host ports to choose from, or auto"),
     "ASCEND_RT_VISIBLE_DEVICES": ("", "ascending device ids"),
 }
 

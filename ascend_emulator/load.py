@@ -14,6 +14,7 @@ import importlib.util
 import os
 import secrets
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -53,6 +54,12 @@ def prepare(devices: int | None = None, soc: str | None = None) -> None:
             "Call ascend_emulator.activate() before importing torch.",
         )
     settings = {"ASCEND_EMULATOR": "1", "TASK_QUEUE_ENABLE": "0"}
+    if os.environ.get("TASK_QUEUE_ENABLE", "0") != "0":
+        warnings.warn(
+            f"TASK_QUEUE_ENABLE={os.environ['TASK_QUEUE_ENABLE']} is set to 0: operators of the emulated NPU run in the "
+            "calling thread, and there is no queue to put them into.",
+            stacklevel=3,
+        )
     if not os.environ.get("ASCEND_EMULATOR_MACHINE"):
         settings["ASCEND_EMULATOR_MACHINE"] = secrets.token_hex(8)
         links = Path("/dev/shm/ascend-emulator-links-" + settings["ASCEND_EMULATOR_MACHINE"])

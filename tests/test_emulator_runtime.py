@@ -138,3 +138,11 @@ def test_eight_processes_may_build_at_once(tmp_path: Path) -> None:
 def test_functions_of_an_inactive_emulator_say_so() -> None:
     with pytest.raises(EmulatorError, match="not active in this process"):
         ascend_emulator.traffic()
+
+
+def test_a_task_queue_that_is_asked_for_is_not_dropped_in_silence() -> None:
+    env = {**os.environ, "TASK_QUEUE_ENABLE": "2", "PYTHONPATH": str(ROOT)}
+    code = "import os; from ascend_emulator.load import prepare; prepare(); print(os.environ['TASK_QUEUE_ENABLE'])"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "0\n"
+    assert done.stderr.count("TASK_QUEUE_ENABLE=2 is set to 0: operators of the emulated NPU run in the calling thread") == 1

@@ -98,10 +98,7 @@ class BlockGates:
         return stage_owner(self.schedule, stage, self.size)
 
     def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
-        """Parameters that a stage may use: of its blocks, and on the first and last stage those outside of all blocks.
-
-        Asked for anew each time, since FSDP2 exchanges a module's parameters.
-        """
+        """Those of its blocks, and on the end stages those outside of all blocks; asked anew, as FSDP2 exchanges them."""
         first, end = self.stages[stage]
         own = [p for block in self._block_modules[first:end] for p in block.parameters()]
         if stage in (0, len(self.stages) - 1):
