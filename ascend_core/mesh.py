@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ascend_core import binding
-from ascend_core.config import HybridConfig, check_microbatches
+from ascend_core.config import HybridConfig
 from ascend_core.device import current_device
 from ascend_core.errors import ConfigError
+from ascend_core.schedule_rules import check_microbatches
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 

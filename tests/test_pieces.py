@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ascend_core.config import microbatch_problem
 from ascend_core.errors import ConfigError, ModelError, nearest
 from ascend_core.parallel.blocks import deal, find_blocks, hollow
 from ascend_core.parallel.microbatch import batch_size, choose_microbatches, split_batch
+from ascend_core.schedule_rules import microbatch_problem
 from lightning_ascend.data import EveryNth, fingerprint
 
 Pair = namedtuple("Pair", "x y")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ascend_core import _shim
-from ascend_core.config import HybridConfig, stage_owner
+from ascend_core.config import HybridConfig
 from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.blocks import BlockList, deal, find_blocks, prune
@@ -26,6 +26,7 @@ from ascend_core.parallel.rng import StepRng
 from ascend_core.parallel.state import Names, describe
 from ascend_core.parallel.tensor import apply_tensor_parallel, expand_plan
 from ascend_core.parallel.tp_plans import auto_plan
+from ascend_core.schedule_rules import stage_owner
 
 
 @dataclass(frozen=True)

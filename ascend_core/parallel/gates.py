@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ascend_core import _shim
-from ascend_core._shim import pytree
-from ascend_core.config import stage_owner
 from ascend_core.errors import ModelError
+from ascend_core.parallel.activations import activation, broadcast_nest, poison, replace
 from ascend_core.parallel.blocks import BlockList
 from ascend_core.parallel.failures import portable
 from ascend_core.parallel.rng import StepRng
+from ascend_core.schedule_rules import stage_owner
 
 
 class Cut(BaseException):
@@ -157,12 +157,12 @@ class BlockGates:
         self._check_order(index, run.expected)
         run.expected = index + 1
         if index == run.end:
-            raise Cut(_activation(args, kwargs, self.blocks.names[index]))
+            raise Cut(activation(args, kwargs, self.blocks.names[index]))
         if index < run.first:
-            return _poison(_activation(args, kwargs, self.blocks.names[index]), fresh=index == 0)
+            return poison(activation(args, kwargs, self.blocks.names[index]), fresh=index == 0)
         if index == run.first:
             if run.received is not None:
-                args, kwargs = _replace(args, kwargs, run.received)
+                args, kwargs = replace(args, kwargs, run.received)
             self.rng.enter_blocks()
         output = call(*args, **kwargs)
         if index == run.end - 1:
@@ -220,7 +220,7 @@ class BlockGates:
         self._chained = index + 1
         stage = self._stage_of(index)
         mine = self.owner(stage) == self.rank
-        output = call(*args, **kwargs) if mine else _activation(args, kwargs, self.blocks.names[index])
+        output = call(*args, **kwargs) if mine else activation(args, kwargs, self.blocks.names[index])
         ends_stage = index == self.stages[stage][1] - 1
         if index == len(self.blocks) - 1:
             self._chained = 0
@@ -236,64 +236,8 @@ class BlockGates:
     def _share(self, output: Any, stage: int, error: Exception | None = None) -> Any:
         """Broadcast a stage's output, any nesting of tensors and plain values, over the pipeline group."""
         owner = self.owner(stage)
-        source = dist.get_global_rank(self.group, owner)
-        leaves, spec = pytree.tree_flatten(output)
-        plain = [_Meta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        message = [(plain, spec, error) if owner == self.rank else None]
-        dist.broadcast_object_list(message, src=source, group=self.group)
-        plain, spec, failure = message[0]  # type: ignore[misc]
+        received, failure = broadcast_nest(output, owner, self.group, self.rng.device, error)
         self._due = len(self.stages) if failure is not None else stage + 1
         if failure is not None and owner != self.rank:
             raise failure
-        if failure is not None:
-            return None
-        received = []
-        for i, leaf in enumerate(plain):
-            if isinstance(leaf, _Meta):
-                tensor = leaves[i].contiguous() if owner == self.rank else leaf.empty(self.rng.device)
-                dist.broadcast(tensor, src=source, group=self.group)
-                received.append(tensor)
-            else:
-                received.append(leaf)
-        return pytree.tree_unflatten(received, spec)
-
-
-@dataclass(frozen=True)
-class _Meta:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Meta:
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-def _activation(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> torch.Tensor:
-    """The first tensor argument of a block: what one stage sends to the next."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value
-    raise ModelError(
-        f"Block {name!r} was called without a tensor argument.",
-        "Its first tensor argument is what a stage sends to the next one.",
-        "Pass the activation to the block as a tensor.",
-    )
-
-
-def _replace(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    for i, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
-            return (*args[:i], tensor, *args[i + 1 :]), kwargs
-    for key, value in kwargs.items():
-        if isinstance(value, torch.Tensor):
-            return args, {**kwargs, key: tensor}
-    raise AssertionError("checked by _activation")
-
-
-def _poison(activation: torch.Tensor, fresh: bool) -> torch.Tensor:
-    if fresh and activation.is_floating_point():
-        return torch.full_like(activation.detach(), float("nan"))
-    return activation
+        return received

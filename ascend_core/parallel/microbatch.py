@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ascend_core.config import microbatch_problem
 from ascend_core.errors import ModelError
+from ascend_core.schedule_rules import microbatch_problem
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
 _FALLBACK = {

@@ -20,12 +20,13 @@ from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from ascend_core._shim import pytree
-from ascend_core.config import MULTI_STAGE_SCHEDULES, HybridConfig
+from ascend_core.config import HybridConfig
 from ascend_core.errors import ModelError
 from ascend_core.parallel.failures import portable, shape_changed
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.microbatch import batch_size, choose_microbatches, split_batch
 from ascend_core.parallel.stage import Stage, StageModule, sendable
+from ascend_core.schedule_rules import MULTI_STAGE_SCHEDULES
 
 StepFn = Callable[[Any, int], torch.Tensor]
 """The user's step: ``(microbatch, its number) -> scalar loss``, which calls the pipelined model once."""

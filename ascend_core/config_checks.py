@@ -1,0 +1,151 @@
+"""The checks of :class:`ascend_core.config.HybridConfig`: every field, and every pair of fields that must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ascend_core.errors import ConfigError, NotAvailableError, nearest
+from ascend_core.schedule_rules import MULTI_STAGE_SCHEDULES, SCHEDULES, V_SCHEDULES, check_microbatches
+
+if TYPE_CHECKING:
+    from ascend_core.config import HybridConfig
+
+_LATER: dict[str, Any] = {
+    "expert_parallel_size": 1,
+    "sequence_parallel": False,
+    "activation_checkpoint_blocks": 0,
+    "compression": None,
+    "max_staleness": 0,
+    "compile": False,
+}
+"""Documented fields whose mechanism is not there yet, with the only value they accept now."""
+
+
+def check(c: HybridConfig) -> None:
+    """Check a configuration.
+
+    Raises:
+        ConfigError: A value is out of range or does not fit with another.
+        NotAvailableError: A field asks for something this version does not have.
+    """
+    _check_sizes(c)
+    _check_available(c)
+    _check_pipeline(c)
+    _check_data(c)
+    _check_tensor(c)
+
+
+def _check_sizes(c: HybridConfig) -> None:
+    for name, auto in (
+        ("pipeline_parallel_size", True),
+        ("tensor_parallel_size", False),
+        ("data_parallel_size", True),
+        ("data_parallel_shard_size", True),
+        ("num_microbatches", True),
+        ("stages_per_rank", True),
+        ("expert_parallel_size", False),
+    ):
+        value = getattr(c, name)
+        if auto and value == "auto":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            allowed = "a whole number of at least 1" + (" or 'auto'" if auto else "")
+            raise ConfigError(f"{name}={value!r}: must be {allowed}.", "", f"Set {name} to {allowed}.")
+
+
+def _check_available(c: HybridConfig) -> None:
+    for name, only in _LATER.items():
+        value = getattr(c, name)
+        if type(value) is not type(only) or value != only:
+            raise NotAvailableError(
+                f"{name}={value!r} is not available yet.",
+                "This version accepts the documented field but has no mechanism behind it, and ignores nothing.",
+                f"Leave {name} out (its default is {only!r}).",
+            )
+    if c.fused_kernels not in ("auto", False):
+        raise NotAvailableError(
+            f"fused_kernels={c.fused_kernels!r} is not available yet.",
+            "There are no fused kernels to switch on in this version.",
+            "Leave fused_kernels at 'auto' or set it to False.",
+        )
+
+
+def _check_pipeline(c: HybridConfig) -> None:
+    if c.schedule not in SCHEDULES:
+        raise ConfigError(
+            f"schedule={c.schedule!r} is not known.", "Schedules use torch's spelling.", nearest(c.schedule, SCHEDULES)
+        )
+    pp, chunks, m = c.pipeline_parallel_size, c.num_stages_per_rank, c.num_microbatches
+    if pp == 1:
+        if m != "auto" and m != 1:
+            raise ConfigError(
+                f"num_microbatches={m} with pipeline_parallel_size=1.",
+                "Microbatches exist only in a pipeline; the value would be ignored.",
+                "Leave num_microbatches out, or set pipeline_parallel_size above 1.",
+            )
+        if chunks != 1:
+            raise ConfigError(f"stages_per_rank={chunks} with pipeline_parallel_size=1.", "", "Leave stages_per_rank out.")
+        return
+    if (chunks > 1) != (c.schedule in MULTI_STAGE_SCHEDULES):
+        raise ConfigError(
+            f"stages_per_rank={chunks} with schedule={c.schedule!r}.",
+            "GPipe and 1F1B run one stage per rank; the other schedules run several.",
+            "Change stages_per_rank or schedule.",
+        )
+    if c.schedule in V_SCHEDULES and chunks != 2:
+        raise ConfigError(
+            f"stages_per_rank={chunks} with schedule={c.schedule!r}.",
+            "Its stages go down the ranks and up again: each rank has exactly two.",
+            "Leave stages_per_rank out, or use InterleavedZeroBubble.",
+        )
+    if pp != "auto" and m != "auto":
+        check_microbatches(c.schedule, int(pp), int(m))
+
+
+def _check_data(c: HybridConfig) -> None:
+    if c.zero_stage not in (0, 1, 2, 3) or isinstance(c.zero_stage, bool):
+        raise ConfigError(f"zero_stage={c.zero_stage!r}: must be 0, 1, 2 or 3.", "", "Set zero_stage to 0, 2 or 3.")
+    if c.zero_stage == 1:
+        raise NotAvailableError(
+            "zero_stage=1 is not available yet.",
+            "Sharding optimizer state alone has no mechanism yet.",
+            "Use zero_stage=2, which shards gradients as well.",
+        )
+    shard, dp = c.data_parallel_shard_size, c.data_parallel_size
+    if shard != "auto" and c.zero_stage == 0 and shard != 1:
+        raise ConfigError(
+            f"data_parallel_shard_size={shard} with zero_stage=0.",
+            "Nothing is sharded at stage 0.",
+            "Set zero_stage to 2 or 3.",
+        )
+    if shard != "auto" and dp != "auto" and int(dp) % int(shard):
+        raise ConfigError(
+            f"data_parallel_shard_size={shard} does not divide data_parallel_size={dp}.",
+            "data_parallel_size is replicas x shards.",
+            "Choose a shard size that divides it.",
+        )
+    if c.zero_stage == 3 and c.pipeline_parallel_size != 1:
+        raise ConfigError(
+            "zero_stage=3 with a pipeline.",
+            "Parameters would be gathered again for every microbatch, and gradients stay whole until the last one anyway.",
+            "Use zero_stage=2 with pipeline_parallel_size > 1.",
+        )
+
+
+def _check_tensor(c: HybridConfig) -> None:
+    plan = c.tensor_parallel_plan
+    if plan != "auto" and not (isinstance(plan, Mapping) and plan):
+        raise ConfigError(
+            f"tensor_parallel_plan={plan!r}.",
+            "A plan is 'auto' or a mapping of module glob to style.",
+            "See docs/tensor_parallel.md.",
+        )
+    if plan != "auto" and c.tensor_parallel_size == 1:
+        raise ConfigError(
+            "tensor_parallel_plan with tensor_parallel_size=1.",
+            "The plan would be ignored.",
+            "Set tensor_parallel_size above 1.",
+        )
+    if c.qkv_split not in ("column", "heads"):
+        raise ConfigError(f"qkv_split={c.qkv_split!r}.", "", "Use 'column' or 'heads'.")
