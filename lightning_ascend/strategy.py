@@ -41,8 +41,10 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         pipeline_parallel_size: See :class:`HybridConfig` for this and the following fields; None means not given.
         tensor_parallel_size: Ranks that share each layer's matrices.
         data_parallel_size: Replicas x shards.
-        zero_stage: 0, 2 or 3.
+        zero_stage: 0, 1, 2 or 3.
         data_parallel_shard_size: Shards per replica group.
+        partition_gradients: Reduce gradients onto the rank that needs them only.
+        contiguous_gradients: Keep gradients in flat buckets.
         expert_parallel_size: Not available yet.
         schedule: Pipeline schedule, torch's spelling.
         stages_per_rank: Stages each pipeline rank owns.
@@ -79,6 +81,8 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         data_parallel_size: int | str | None = None,
         zero_stage: int | None = None,
         data_parallel_shard_size: int | str | None = None,
+        partition_gradients: bool | str | None = None,
+        contiguous_gradients: bool | str | None = None,
         expert_parallel_size: int | None = None,
         schedule: str | None = None,
         stages_per_rank: int | str | None = None,
@@ -105,6 +109,8 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
             "data_parallel_size": data_parallel_size,
             "zero_stage": zero_stage,
             "data_parallel_shard_size": data_parallel_shard_size,
+            "partition_gradients": partition_gradients,
+            "contiguous_gradients": contiguous_gradients,
             "expert_parallel_size": expert_parallel_size,
             "schedule": schedule,
             "stages_per_rank": stages_per_rank,
@@ -194,7 +200,8 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
             checks.check_optimizers(self.optimizers, self.layout)  # type: ignore[attr-defined]
             for optimizer in self.optimizers:  # type: ignore[attr-defined]
                 assert self.parallel is not None
-                self.parallel.check_optimizer(optimizer)
+                self.parallel.setup_optimizer(optimizer)
+            setattr(self, "optimizers", list(self.optimizers))  # type: ignore[attr-defined]  # noqa: B010 - wrappers copy them
         except Exception as caught:  # noqa: BLE001 - raised again below, once every rank knows
             error = caught
         everyone = gather_errors(error)

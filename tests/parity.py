@@ -15,7 +15,7 @@ from ascend_core.parallel import ParallelModel, state
 
 def full_grads(model: ParallelModel) -> dict[str, torch.Tensor]:
     """Gradients by unsplit name, on global rank 0."""
-    local = {n: state.full_tensor(p.grad) for n, p in model.named.items() if p.grad is not None}
+    local = {n: state.full_tensor(g) for n, g in model.gradients().items() if g is not None}
     return state._gather_stages(model.names.merge(local), model.mesh)
 
 
@@ -24,7 +24,7 @@ def train(config: dict[str, Any], model_options: dict[str, Any], device_type: st
     mesh = build_mesh(c, device_type)
     model = parallelize(tiny.build(**model_options), c, mesh, loss_fn=tiny.token_loss)
     optimizer, schedule = tiny.optimizer_and_schedule(model.parameters())
-    model.check_optimizer(optimizer)
+    model.setup_optimizer(optimizer)
     history = tiny.History([], [], {}, {})
     dp, ranks = mesh.rank("dp"), mesh.size("dp")
     for step in range(tiny.STEPS):

@@ -79,7 +79,7 @@ def train(
     """Three steps of SGD; returns parameters and buffers, losses, and how often groups were recomputed."""
     model = spread(config, size, device_type, Net(between, pair="pipeline_parallel_size" not in config))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model.check_optimizer(optimizer)
+    model.setup_optimizer(optimizer)
     torch.manual_seed(7 + model.mesh.rank("dp"))
     generator = torch.Generator().manual_seed(1 + model.mesh.rank("dp"))
     losses = []

@@ -98,7 +98,7 @@ def apply(
         raise_together(error)
 
     sharded: list[nn.Module] = []
-    if config.zero_stage:
+    if config.zero_stage >= 2:
         assert blocks is not None
         units, wrap = _shard_units(model, blocks, local_names, pipelined=bool(stages))
         sharded = list(shard_parameters(units, mesh, reshard_after_forward=config.zero_stage == 3, wrap=wrap))  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def _recompute(model: nn.Module, blocks: BlockList | None, config: HybridConfig,
 def _blocks(
     model: nn.Module, config: HybridConfig, mesh: HybridMesh, pipeline_module: str, root_is_boundary: bool
 ) -> BlockList | None:
-    needed = mesh.size("pp") > 1 or mesh.size("tp") > 1 or config.zero_stage or config.activation_checkpoint_blocks
+    needed = mesh.size("pp") > 1 or mesh.size("tp") > 1 or config.zero_stage >= 2 or config.activation_checkpoint_blocks
     if not needed:
         return None
     try:

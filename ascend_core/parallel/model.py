@@ -22,6 +22,7 @@ from ascend_core.parallel import grads, state
 from ascend_core.parallel.apply import Applied
 from ascend_core.parallel.data import local
 from ascend_core.parallel.pipeline import PipelineRunner, StepFn
+from ascend_core.parallel.zero1 import OptimizerShards
 
 
 class ParallelModel:
@@ -55,7 +56,12 @@ class ParallelModel:
         self.named = dict(module.named_parameters())
         self.parameter_names = {id(p): n for n, p in self.named.items()}
         deferred = applied.sharded if applied.gates is not None else ()
-        self._finisher = grads.GradientFinisher(self.named, mesh, deferred)
+        self._shards: OptimizerShards | None = None
+        if config.zero_stage == 1 and mesh.size("dp_shard") > 1:
+            self._shards = OptimizerShards(self.named.values(), mesh, partition=config.partition_gradients is True)
+            self.parameter_names |= self._shards.names(self.parameter_names)
+        contiguous = config.contiguous_gradients is True
+        self._finisher = grads.GradientFinisher(self.named, mesh, deferred, self._shards, contiguous=contiguous)
         self.runner = PipelineRunner(applied.gates, module, config, device) if applied.gates is not None else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +153,8 @@ class ParallelModel:
             p.grad = None
         stash = GradientStash()
         try:
-            yield stash
+            with self._finisher.gradients_elsewhere():
+                yield stash
         finally:
             for name, p in self.named.items():
                 stash.grads[name] = p.grad
@@ -158,8 +165,9 @@ class ParallelModel:
         for name, grad in stash.grads.items():
             p = self.named[name]
             if grad is not None:
-                p.grad = grad if p.grad is None else p.grad + grad
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
         stash.grads.clear()
+        self._finisher.keep()
 
     def share_buffers(self) -> None:
         """Give every replica the buffers of the first one (batch norm's statistics), as torch's DDP does.
@@ -174,23 +182,31 @@ class ParallelModel:
             for buffer in self.module.buffers():
                 dist.broadcast(local(buffer), src=source, group=group)
 
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Finished gradients by local name: under ZeRO-1 those of this rank's shards, as DTensors."""
+        return {n: p.grad for n, p in zip(self.named, self._carriers(), strict=True)}
+
+    def _carriers(self) -> list[nn.Parameter]:
+        named = list(self.named.values())
+        return named if self._shards is None else self._shards.carriers(named)
+
     # ---- norm and clip
 
     def grad_norm(self, parameters: Any = None, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of the finished gradients over all axes; equal on all ranks. Every rank must call it."""
-        params = list(self.named.values() if parameters is None else parameters)
+        params = self._carriers() if parameters is None else list(parameters)
         return grads.total_norm(params, self.mesh, self._finisher.first_holder, norm_type)
 
     def clip_grad_norm_(self, max_norm: float, parameters: Any = None, norm_type: float = 2.0) -> torch.Tensor:
         """Clip by the norm of the whole model; returns the norm before clipping."""
-        params = list(self.named.values() if parameters is None else parameters)
+        params = self._carriers() if parameters is None else list(parameters)
         norm = self.grad_norm(params, norm_type)
         grads.clip_by_norm(params, max_norm, norm)
         return norm
 
     def clip_grad_value_(self, value: float, parameters: Any = None) -> None:
         """Clamp gradient elements to ``[-value, value]``."""
-        grads.clip_by_value(self.named.values() if parameters is None else parameters, value)
+        grads.clip_by_value(self._carriers() if parameters is None else parameters, value)
 
     # ---- whole state
 
@@ -211,15 +227,17 @@ class ParallelModel:
         state.reshard(self.module)
         state.load_optimizer(optimizer, self.names, whole, self.parameter_names)
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer cope with plain and sharded parameters side by side.
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare an optimizer over this model's parameters; call it once, before its first step.
 
-        Multi-tensor (foreach) kernels cannot mix them, so a group that mixes them and does not ask for a kernel runs
-        tensor by tensor.
+        Under ZeRO-1 its parameters become this rank's shards. Multi-tensor (foreach) kernels cannot mix plain and
+        sharded parameters, so a group that mixes them and does not ask for a kernel runs tensor by tensor.
 
         Raises:
-            ConfigError: The group asks for foreach or fused.
+            ConfigError: A group asks for foreach or fused and mixes; ZeRO-1, and the optimizer has state already.
         """
+        if self._shards is not None:
+            self._shards.adopt(optimizer)
         for group in optimizer.param_groups:
             meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
             if len(meshes) < 2 or "foreach" not in group:
