@@ -45,6 +45,8 @@ class HybridConfig:
         activation_checkpoint_blocks: Recompute activations in backward, in groups of so many blocks; 0 keeps them.
         compression: Not available yet.
         max_staleness: Not available yet.
+        self_check: ``"first_batch"`` compares outputs and gradients with the unsplit model before the first step;
+            ``"auto"`` does so for a ``tensor_parallel_plan`` of the user's; ``"off"`` never.
         fused_kernels: ``"auto"`` or False; no fused kernel exists yet, so True is refused.
         compile: Not available yet.
 
@@ -70,6 +72,7 @@ class HybridConfig:
     activation_checkpoint_blocks: int = 0
     compression: Any = None
     max_staleness: int = 0
+    self_check: str = "auto"
     fused_kernels: bool | str = "auto"
     compile: bool = False
 

@@ -163,5 +163,7 @@ def _check_tensor(c: HybridConfig) -> None:
             "The plan would be ignored.",
             "Set tensor_parallel_size above 1.",
         )
+    if c.self_check not in ("auto", "first_batch", "off"):
+        raise ConfigError(f"self_check={c.self_check!r}.", "", "Use 'auto', 'first_batch' or 'off'.")
     if c.qkv_split not in ("column", "heads"):
         raise ConfigError(f"qkv_split={c.qkv_split!r}.", "", "Use 'column' or 'heads'.")

@@ -40,12 +40,23 @@ class StepMixin:
         module: Any = self.lightning_module  # type: ignore[attr-defined]
         self._check_first_batch(batch)
         self.parallel.rng.step = module.trainer.fit_loop.epoch_loop.total_batch_idx
+        self.parallel.check_first_batch(self._step_of(module, rest, kwargs), batch)
         if self.layout.pp > 1:
             return self._pipelined_step(module, batch, rest, kwargs)
         if self.layout.tp > 1:
             with self.parallel.rng.user_code(0, 0):
                 return super().training_step(batch, *rest, **kwargs)  # type: ignore[misc]
         return super().training_step(batch, *rest, **kwargs)  # type: ignore[misc]
+
+    def _step_of(self, module: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's step without a trace in the logs."""
+        logs = StepLogs(module)
+
+        def step(batch: Any, number: int) -> Any:
+            with logs.capture(number):
+                return module.training_step(batch, *rest, **kwargs)
+
+        return step
 
     def _check_first_batch(self, batch: Any) -> None:
         if not self._checked_batch and (self.layout.pp > 1 or self.layout.tp > 1):

@@ -55,6 +55,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         activation_checkpoint_blocks: Blocks that are recomputed together; 0 for none.
         compression: Not available yet.
         max_staleness: Not available yet.
+        self_check: ``"auto"``, ``"first_batch"`` or ``"off"``.
         fused_kernels: ``"auto"`` or False.
         compile: Not available yet.
         accelerator: Set by the Trainer.
@@ -93,6 +94,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         activation_checkpoint_blocks: int | None = None,
         compression: Any = None,
         max_staleness: int | None = None,
+        self_check: str | None = None,
         fused_kernels: bool | str | None = None,
         compile: bool | None = None,
         accelerator: Any = None,
@@ -121,6 +123,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
             "activation_checkpoint_blocks": activation_checkpoint_blocks,
             "compression": compression,
             "max_staleness": max_staleness,
+            "self_check": self_check,
             "fused_kernels": fused_kernels,
             "compile": compile,
         }

@@ -17,8 +17,7 @@ from ascend_core.parallel import ParallelModel, state
 
 def full_grads(model: ParallelModel) -> dict[str, torch.Tensor]:
     """Gradients by unsplit name, on global rank 0."""
-    local = {n: state.full_tensor(g) for n, g in model.gradients().items() if g is not None}
-    return state._gather_stages(model.names.merge(local), model.mesh)
+    return state.gather_gradients(model.gradients(), model.names, model.mesh)
 
 
 @functools.cache

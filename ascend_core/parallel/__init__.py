@@ -13,6 +13,7 @@ from ascend_core.device import current_device
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.apply import apply
 from ascend_core.parallel.model import ParallelModel
+from ascend_core.parallel.self_check import SelfCheck
 
 __all__ = ["ParallelModel", "parallelize"]
 
@@ -55,5 +56,6 @@ def parallelize(
     """
     if device is None:
         device = current_device(mesh.device_type)
+    check = SelfCheck.prepare(model, config, pipeline_module=pipeline_module, root_is_boundary=root_is_boundary)
     applied = apply(model, config, mesh, device, pipeline_module=pipeline_module, root_is_boundary=root_is_boundary)
-    return ParallelModel(model, config, mesh, device, applied, loss_fn)
+    return ParallelModel(model, config, mesh, device, applied, loss_fn, check)

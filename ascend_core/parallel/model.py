@@ -22,6 +22,7 @@ from ascend_core.parallel import grads, state
 from ascend_core.parallel.apply import Applied
 from ascend_core.parallel.data import local
 from ascend_core.parallel.pipeline import PipelineRunner, StepFn
+from ascend_core.parallel.self_check import SelfCheck
 from ascend_core.parallel.zero1 import OptimizerShards
 
 
@@ -38,6 +39,7 @@ class ParallelModel:
         device: This rank's device.
         applied: What was made of the model.
         loss_fn: ``(output, target) -> scalar loss`` for :meth:`train_step`.
+        self_check: The comparison with the unsplit model that the first batch will bring, or None.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class ParallelModel:
         device: torch.device,
         applied: Applied,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        self_check: SelfCheck | None = None,
     ) -> None:
+        self._self_check = self_check
         self.module, self.config, self.mesh, self.device, self.loss_fn = module, config, mesh, device, loss_fn
         self.names, self.rng, self.gates, self.recompute = applied.names, applied.rng, applied.gates, applied.recompute
         self._sharded = applied.sharded
@@ -112,6 +116,7 @@ class ParallelModel:
         payload: Callable[[], Any] | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Run a user's step; see :meth:`PipelineRunner.forward_backward`. Gradients are not finished."""
+        self.check_first_batch(step_fn, batch)
         if self.runner is not None:
             return self.runner.forward_backward(step_fn, batch, scale=scale, weight_fn=weight_fn, payload=payload)
         if self.mesh.size("tp") > 1:
@@ -121,6 +126,18 @@ class ParallelModel:
             loss = step_fn(batch, 0)
         (loss * scale).backward()
         return loss.detach(), payload() if payload else None
+
+    def check_first_batch(self, step_fn: StepFn, batch: Any) -> None:
+        """Run the self-check, once, if one is due; :meth:`forward_backward` does so. See :class:`SelfCheck`."""
+        check, self._self_check = self._self_check, None
+        if check is None:
+            return
+        synchronised = self._sync
+        self._set_sync(True)
+        try:
+            check.run(self, step_fn, batch)
+        finally:
+            self._set_sync(synchronised)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -184,9 +201,10 @@ class ParallelModel:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Finished gradients by local name: under ZeRO-1 those of this rank's shards, as DTensors."""
-        return {n: p.grad for n, p in zip(self.named, self._carriers(), strict=True)}
+        return {n: p.grad for n, p in zip(self.named, self.carriers(), strict=True)}
 
-    def _carriers(self) -> list[nn.Parameter]:
+    def carriers(self) -> list[nn.Parameter]:
+        """Whatever holds the finished gradient of each parameter: under ZeRO-1 its shard, else itself."""
         named = list(self.named.values())
         return named if self._shards is None else self._shards.carriers(named)
 
@@ -194,19 +212,19 @@ class ParallelModel:
 
     def grad_norm(self, parameters: Any = None, norm_type: float = 2.0) -> torch.Tensor:
         """Norm of the finished gradients over all axes; equal on all ranks. Every rank must call it."""
-        params = self._carriers() if parameters is None else list(parameters)
+        params = self.carriers() if parameters is None else list(parameters)
         return grads.total_norm(params, self.mesh, self._finisher.first_holder, norm_type)
 
     def clip_grad_norm_(self, max_norm: float, parameters: Any = None, norm_type: float = 2.0) -> torch.Tensor:
         """Clip by the norm of the whole model; returns the norm before clipping."""
-        params = self._carriers() if parameters is None else list(parameters)
+        params = self.carriers() if parameters is None else list(parameters)
         norm = self.grad_norm(params, norm_type)
         grads.clip_by_norm(params, max_norm, norm)
         return norm
 
     def clip_grad_value_(self, value: float, parameters: Any = None) -> None:
         """Clamp gradient elements to ``[-value, value]``."""
-        grads.clip_by_value(self._carriers() if parameters is None else parameters, value)
+        grads.clip_by_value(self.carriers() if parameters is None else parameters, value)
 
     # ---- whole state
 

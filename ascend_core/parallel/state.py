@@ -101,6 +101,16 @@ def gather_model(root: nn.Module, names: Names, mesh: HybridMesh) -> dict[str, t
     return {n: merged[n] for n in names.ordered(merged)} if dist.get_rank() == 0 else {}
 
 
+def gather_gradients(gradients: Mapping[str, torch.Tensor | None], names: Names, mesh: HybridMesh) -> dict[str, torch.Tensor]:
+    """Collect finished gradients by the unsplit model's names; on global rank 0, those of this stage elsewhere.
+
+    Communication:
+        As :func:`gather_model`.
+    """
+    local = {n: full_tensor(g) for n, g in gradients.items() if g is not None}
+    return _gather_stages(names.merge(local), mesh)
+
+
 def _gather_stages(state: dict[str, Any], mesh: HybridMesh) -> dict[str, Any]:
     if mesh.size("pp") == 1 or mesh.rank("dp") or mesh.rank("tp"):
         return state
