@@ -31,6 +31,8 @@ class StepMixin:
     _stash: GradientStash | None = None
     _blocked = False
     _checked_batch = False
+    _uneven: set[str]
+    _holding = False
 
     # ---- training
 
@@ -118,19 +120,39 @@ class StepMixin:
 
     def on_validation_start(self) -> None:
         """Called before validation, the sanity check included."""
-        self._share_buffers()
+        self._evaluate("validation")
 
     def on_test_start(self) -> None:
         """Called before testing."""
-        self._share_buffers()
+        self._evaluate("test")
 
     def on_predict_start(self) -> None:
         """Called before predicting."""
-        self._share_buffers()
+        self._evaluate("predict")
 
-    def _share_buffers(self) -> None:
+    def on_validation_end(self) -> None:
+        """Called after validation, the sanity check included."""
+        self._evaluated()
+
+    def on_test_end(self) -> None:
+        """Called after testing."""
+        self._evaluated()
+
+    def on_predict_end(self) -> None:
+        """Called after predicting."""
+        self._evaluated()
+
+    def _evaluate(self, kind: str) -> None:
         if self.parallel is not None:
             self.parallel.share_buffers()
+            self._holding = kind in self._uneven
+            if self._holding:
+                self.parallel.hold_parameters(True)
+
+    def _evaluated(self) -> None:
+        if self.parallel is not None and self._holding:
+            self.parallel.hold_parameters(False)
+        self._holding = False
 
     # ---- clipping; put in place of the precision plugin's own
 

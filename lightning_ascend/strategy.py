@@ -132,6 +132,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         self.mesh: HybridMesh | None = None
         self.parallel: ParallelModel | None = None
         self._planned: Layout | None = None
+        self._uneven: set[str] = set()
         super().__init__(  # type: ignore[call-arg]
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -208,6 +208,22 @@ class ParallelModel:
         named = list(self.named.values())
         return named if self._shards is None else self._shards.carriers(named)
 
+    def hold_parameters(self, hold: bool) -> None:
+        """Keep FSDP2's parameters whole, so that forward needs no other rank; or let them go again.
+
+        For evaluations in which ranks see different numbers of batches. A rank then holds all parameters at once.
+
+        Communication:
+            One all-gather per sharded module over its shard axis, when they are taken.
+        """
+        for module in self._sharded:
+            assert isinstance(module, FSDPModule)
+            module.set_reshard_after_forward(not hold and self.config.zero_stage == 3, recurse=False)
+            if hold:
+                module.unshard()
+            else:
+                module.reshard()
+
     # ---- norm and clip
 
     def grad_norm(self, parameters: Any = None, norm_type: float = 2.0) -> torch.Tensor:
