@@ -32,6 +32,8 @@ class HybridConfig:
             not onto all (all-reduce). ``"auto"`` is False there; FSDP2 always does.
         contiguous_gradients: Keep gradients in flat buckets from the moment they are made, so that reducing them copies
             and allocates nothing. ``"auto"`` is False below stage 2; FSDP2 always reduces in flat buffers.
+        overlap_gradients: Average gradients over the replicas while backward still runs. ``"auto"`` does so where
+            nothing else decides it: without a pipeline, and without sharded gradients (FSDP2 overlaps by itself).
         expert_parallel_size: Not available yet.
         schedule: torch's spelling: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble,
             DualPipeV.
@@ -62,6 +64,7 @@ class HybridConfig:
     data_parallel_shard_size: int | str = "auto"
     partition_gradients: bool | str = "auto"
     contiguous_gradients: bool | str = "auto"
+    overlap_gradients: bool | str = "auto"
     expert_parallel_size: int = 1
     schedule: str = "1F1B"
     stages_per_rank: int | str = "auto"

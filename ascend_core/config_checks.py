@@ -112,14 +112,20 @@ def _check_pipeline(c: HybridConfig) -> None:
 def _check_data(c: HybridConfig) -> None:
     if c.zero_stage not in (0, 1, 2, 3) or isinstance(c.zero_stage, bool):
         raise ConfigError(f"zero_stage={c.zero_stage!r}: must be 0, 1, 2 or 3.", "", "Set zero_stage to one of them.")
-    for name in ("partition_gradients", "contiguous_gradients"):
+    for name in ("partition_gradients", "contiguous_gradients", "overlap_gradients"):
         value = getattr(c, name)
         if value != "auto" and not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r}: must be 'auto', True or False.", "", f"Leave {name} out.")
+        if value is True and name == "overlap_gradients" and c.pipeline_parallel_size != 1:
+            raise ConfigError(
+                "overlap_gradients=True with a pipeline.",
+                "Gradients are complete after the last microbatch only; there is no backward left to hide them behind.",
+                "Leave overlap_gradients out.",
+            )
         if value is False and c.zero_stage >= 2:
             raise ConfigError(
                 f"{name}=False with zero_stage={c.zero_stage}.",
-                "FSDP2 always reduces gradients in flat buffers, onto the rank that needs them.",
+                "FSDP2 always reduces gradients in flat buffers, onto the rank that needs them, while backward runs.",
                 f"Leave {name} out, or use zero_stage=1.",
             )
     if c.partition_gradients is True and c.zero_stage == 0:

@@ -17,6 +17,7 @@ _ZERO_ALIASES = {
     "stage": "zero_stage",
     "partition_gradients": "partition_gradients",
     "contiguous_gradients": "contiguous_gradients",
+    "overlap_gradients": "overlap_gradients",
 }
 _MODES = ("hybrid",)
 

@@ -98,6 +98,7 @@ class StepMixin:
             self.parallel.add_gradients(self._stash)
             self._stash = None
         else:
+            self.parallel.announce_finish()
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if not self._blocked:
             self.parallel.finish_gradients()

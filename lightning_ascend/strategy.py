@@ -45,6 +45,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         data_parallel_shard_size: Shards per replica group.
         partition_gradients: Reduce gradients onto the rank that needs them only.
         contiguous_gradients: Keep gradients in flat buckets.
+        overlap_gradients: Average gradients while backward runs.
         expert_parallel_size: Not available yet.
         schedule: Pipeline schedule, torch's spelling.
         stages_per_rank: Stages each pipeline rank owns.
@@ -84,6 +85,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         data_parallel_shard_size: int | str | None = None,
         partition_gradients: bool | str | None = None,
         contiguous_gradients: bool | str | None = None,
+        overlap_gradients: bool | str | None = None,
         expert_parallel_size: int | None = None,
         schedule: str | None = None,
         stages_per_rank: int | str | None = None,
@@ -113,6 +115,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
             "data_parallel_shard_size": data_parallel_shard_size,
             "partition_gradients": partition_gradients,
             "contiguous_gradients": contiguous_gradients,
+            "overlap_gradients": overlap_gradients,
             "expert_parallel_size": expert_parallel_size,
             "schedule": schedule,
             "stages_per_rank": stages_per_rank,

@@ -59,3 +59,25 @@ def test_gradients_live_in_buckets(pool: RankPool) -> None:
 def test_wrong_use_is_said(pool: RankPool, function: Any, match: str) -> None:
     with pytest.raises(RankError, match=f"(?s){match}"):
         pool.run(2, function)
+
+
+@pytest.mark.parametrize(
+    ("world", "config"),
+    [(2, {}), (2, {"contiguous_gradients": True}), (2, ZERO1), (4, {"tensor_parallel_size": 2})],
+    ids=["replicate", "contiguous", "zero1", "tp2"],
+)
+def test_overlap_is_bit_equal_and_nothing_travels_while_gradients_accumulate(
+    pool: RankPool, world: int, config: dict[str, Any]
+) -> None:
+    for result in pool.run(world, zeros.overlapped, config):
+        assert result["same"]
+        plain, overlapped = result["plain"], result["overlapped"]
+        assert plain["backward"] == plain["accumulating"] == overlapped["accumulating"] == 0
+        assert overlapped["backward"] > overlapped["after"]
+        assert overlapped["backward"] + overlapped["after"] == plain["after"]
+
+
+def test_a_gradient_that_comes_twice_is_refused_under_overlap(pool: RankPool) -> None:
+    assert max(pool.run(2, zeros.twice, False)) < 1e-6
+    with pytest.raises(RankError, match="got a gradient twice in one backward"):
+        pool.run(2, zeros.twice, True)

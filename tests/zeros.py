@@ -193,3 +193,82 @@ def in_buckets() -> dict[str, bool]:
     model.add_gradients(stash)
     seen["stash"] = inside()
     return seen
+
+
+def overlapped(config: dict[str, Any]) -> dict[str, Any]:
+    """Gradients of two steps with two batches each, with and without overlap; and what was sent when, with it."""
+    from ascend_core.parallel import buckets
+
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 20_000
+    try:
+        found = {}
+        for overlap in (False, True):
+            model = spread({**config, "overlap_gradients": overlap})
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            model.setup_optimizer(optimizer)
+            rank, ranks = model.mesh.rank("dp"), model.mesh.size("dp")
+            sent = {"accumulating": 0, "backward": 0, "after": 0}
+            finish, group = model.finish_gradients, model.mesh.group("dp")
+            real, phase = dist.all_reduce, ["accumulating"]
+
+            def count(*args: Any, **kwargs: Any) -> Any:
+                sent[phase[0]] += kwargs.get("group") is group
+                return real(*args, **kwargs)
+
+            def finishing() -> None:
+                phase[0] = "after"
+                finish()
+
+            model.finish_gradients = finishing  # type: ignore[method-assign]
+            dist.all_reduce = count
+            grads = []
+            try:
+                for step in range(2):
+                    phase[0] = "accumulating"
+                    with model.no_sync():
+                        model.train_step(*tiny.local_batch(2 * step, rank, ranks))
+                    phase[0] = "backward"
+                    model.train_step(*tiny.local_batch(2 * step + 1, rank, ranks))
+                    grads.append([local(g).clone() for g in model.gradients().values() if g is not None])
+                    optimizer.step()
+                    optimizer.zero_grad()
+            finally:
+                dist.all_reduce = real
+            found[overlap] = grads, sent
+    finally:
+        buckets.BUCKET_BYTES = before
+    same = all(
+        torch.equal(a, b) for x, y in zip(found[True][0], found[False][0], strict=True) for a, b in zip(x, y, strict=True)
+    )
+    return {"same": same, "plain": found[False][1], "overlapped": found[True][1]}
+
+
+class Reentrant(nn.Module):
+    """One layer in two reentrant checkpoints: its gradient comes twice in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = x.requires_grad_()
+        return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True), use_reentrant=True)
+
+
+def twice(overlap: bool) -> float:
+    """Largest gap to one process."""
+    c = HybridConfig(overlap_gradients=overlap)
+    torch.manual_seed(3)
+    net, plain = Reentrant(), Reentrant()
+    plain.load_state_dict(net.state_dict())
+    model = parallelize(net, c, build_mesh(c, "cpu"), loss_fn=square)
+    plain.load_state_dict(model.state_dict() or plain.state_dict())
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    rank = model.mesh.rank("dp")
+    model.train_step(x.chunk(2)[rank], x.chunk(2)[rank])
+    square(plain(x.clone()), x).backward()
+    if rank:
+        return 0.0
+    return max(float((p.grad - plain.get_parameter(n).grad).abs().max()) for n, p in net.named_parameters())

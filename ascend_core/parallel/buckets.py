@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ascend_core.errors import ModelError
 from ascend_core.parallel.data import local
 
 BUCKET_BYTES = 64 * 2**20
@@ -44,6 +45,9 @@ class _Bucket:
     offsets: list[int] = field(default_factory=list)
     flags_at: int = 0
     buffer: torch.Tensor | None = None
+    arrived: set[int] = field(default_factory=set)
+    flying: torch.Tensor | None = None
+    work: dist.Work | None = None
 
     def __post_init__(self) -> None:
         at = 0
@@ -73,6 +77,8 @@ class GradientReducer:
         divisor: Divide the sums by it; the group size gives the mean.
         contiguous: Keep gradients in the buckets from the moment they are made, so that nothing is copied or allocated
             when they are reduced.
+        overlap: Let buckets travel while the backward that :meth:`arm` announced still runs. Buckets are sent in one
+            fixed order, that of backward, so the sums are the same to the bit.
     """
 
     def __init__(
@@ -82,28 +88,53 @@ class GradientReducer:
         divisor: int = 1,
         *,
         contiguous: bool = False,
+        overlap: bool = False,
     ) -> None:
-        self.group, self.divisor, self.contiguous = group, divisor, contiguous
-        self.buckets = [_Bucket(members) for members in make_buckets(parameters)]
-        self.paused = False
+        self.group, self.divisor, self.contiguous, self.overlap = group, divisor, contiguous, overlap
+        self.buckets = [_Bucket(members) for members in make_buckets(parameters)][::-1]
+        self.paused = self._armed = False
         self._hooks = []
-        if contiguous:
-            for bucket in self.buckets:
-                bucket.buffer = bucket.new_buffer()
-                for number, p in enumerate(bucket.parameters):
-                    self._hooks.append(p.register_post_accumulate_grad_hook(self._keeper(bucket, number)))
+        for bucket in self.buckets if contiguous or overlap else ():
+            bucket.buffer = bucket.new_buffer() if contiguous else None
+            for number, p in enumerate(bucket.parameters):
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._hook(bucket, number)))
 
     def close(self) -> None:
-        """Stop keeping gradients."""
+        """Stop watching gradients."""
         for hook in self._hooks:
             hook.remove()
 
-    def _keeper(self, bucket: _Bucket, number: int):  # type: ignore[no-untyped-def]
-        def keep(p: torch.Tensor) -> None:
-            if not self.paused:
-                self._keep(bucket, number)
+    def _hook(self, bucket: _Bucket, number: int):  # type: ignore[no-untyped-def]
+        def made(p: torch.Tensor) -> None:
+            if self.paused:
+                return
+            if self._armed and bucket.work is not None:
+                raise ModelError(
+                    f"A parameter of shape {tuple(p.shape)} got a gradient twice in one backward.",
+                    "Its first gradient was already on its way to the other replicas; reentrant checkpointing does this.",
+                    "Use checkpoint(..., use_reentrant=False), or set overlap_gradients=False.",
+                )
+            self._keep(bucket, number)
+            if self._armed and _in_place(bucket.parameters[number]):
+                bucket.arrived.add(number)
+                self._send_ready()
 
-        return keep
+        return made
+
+    def arm(self) -> None:
+        """Announce that gradients are finished after the next backward."""
+        for bucket in self.buckets:
+            if bucket.work is not None:  # sent by a backward that failed
+                bucket.work.wait()
+            bucket.arrived, bucket.flying, bucket.work = set(), None, None
+        self._armed = self.overlap
+
+    def _send_ready(self) -> None:
+        for bucket in self.buckets:
+            if bucket.work is None:
+                if len(bucket.arrived) < len(bucket.parameters):
+                    return
+                self._send(bucket)
 
     def keep(self) -> None:
         """Move all gradients into the buckets."""
@@ -114,10 +145,8 @@ class GradientReducer:
     def _keep(self, bucket: _Bucket, number: int) -> None:
         p = bucket.parameters[number]
         grad = p.grad
-        if grad is None or bucket.buffer is None:
+        if grad is None or bucket.buffer is None or not _in_place(p):
             return
-        if isinstance(p, DTensor) and (not isinstance(grad, DTensor) or grad.placements != p.placements):
-            return  # it gets its parameter's placement when gradients are finished
         slot, value = bucket.slot(bucket.buffer, number), local(grad)
         if value.data_ptr() != slot.data_ptr() or value.numel() == 0:
             slot.copy_(value)
@@ -129,9 +158,12 @@ class GradientReducer:
         Communication: one all-reduce per bucket over the group: the bytes of its gradients plus one element each.
         """
         for bucket in self.buckets:
-            self._reduce(bucket)
+            if bucket.work is None:
+                self._send(bucket)
+            self._take(bucket)
+        self._armed = False
 
-    def _reduce(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: _Bucket) -> None:
         buffer = bucket.buffer if bucket.buffer is not None else bucket.new_buffer()
         present = []
         for number, p in enumerate(bucket.parameters):
@@ -143,8 +175,14 @@ class GradientReducer:
                 slot.copy_(local(p.grad))
         flags = buffer[bucket.flags_at :]
         flags.copy_(torch.tensor(present))
-        dist.all_reduce(buffer, group=self.group)
-        held = (flags > 0).tolist()
+        bucket.flying, bucket.work = buffer, dist.all_reduce(buffer, group=self.group, async_op=True)
+
+    def _take(self, bucket: _Bucket) -> None:
+        assert bucket.work is not None and bucket.flying is not None
+        bucket.work.wait()
+        buffer = bucket.flying
+        bucket.arrived, bucket.flying, bucket.work = set(), None, None
+        held = (buffer[bucket.flags_at :] > 0).tolist()
         if self.divisor != 1:
             buffer.div_(self.divisor)
         for number, (p, somewhere) in enumerate(zip(bucket.parameters, held, strict=True)):
@@ -157,6 +195,11 @@ class GradientReducer:
             p.grad = like(p, value if keep else value.clone())
         else:
             local(p.grad).copy_(value)
+
+
+def _in_place(p: nn.Parameter) -> bool:
+    """Whether a gradient has its parameter's placement; else it gets it when gradients are finished."""
+    return not isinstance(p, DTensor) or (isinstance(p.grad, DTensor) and p.grad.placements == p.placements)
 
 
 def reduce_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

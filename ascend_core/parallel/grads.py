@@ -32,6 +32,7 @@ class GradientFinisher:
         sharded: FSDP2 modules whose gradients are reduced by hand (those of a pipeline).
         shards: Shards of the parameters under ZeRO-1, or None.
         contiguous: Keep gradients in flat buckets from the moment they are made.
+        overlap: Average over the replicas while backward still runs.
 
     Communication:
         Building it: one object all-gather over the pipeline group, and process groups for tied weights.
@@ -45,7 +46,9 @@ class GradientFinisher:
         shards: OptimizerShards | None = None,
         *,
         contiguous: bool = False,
+        overlap: bool = False,
     ) -> None:
+        self.overlap = overlap
         self.mesh, self.parameters, self.sharded = mesh, dict(parameters), list(sharded)
         self.shards, self.contiguous = shards, contiguous
         self.first_holder: dict[int, bool] = {}
@@ -73,7 +76,7 @@ class GradientFinisher:
         partitioned = self.shards.cuts if self.shards is not None and self.shards.partition else {}
         replicated = [p for p in whole if id(p) not in partitioned]
         dp = self.mesh.size("dp")
-        average = GradientReducer(replicated, self.mesh.group("dp"), dp, contiguous=self.contiguous)
+        average = GradientReducer(replicated, self.mesh.group("dp"), dp, contiguous=self.contiguous, overlap=self.overlap)
         self._kept = [average, GradientReducer([p for p in whole if id(p) in partitioned], None, contiguous=self.contiguous)]
         self._average = average if dp > 1 else None
 
@@ -87,6 +90,12 @@ class GradientFinisher:
         finally:
             for reducer in self._kept:
                 reducer.paused = False
+
+    def arm(self) -> None:
+        """Announce that :meth:`finish` follows the next backward, so that gradients may travel while it runs."""
+        if self._average is not None:
+            self._build()
+            self._average.arm()
 
     def keep(self) -> None:
         """Move gradients that were made elsewhere into the buckets, if gradients are kept there."""

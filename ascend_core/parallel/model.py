@@ -64,8 +64,14 @@ class ParallelModel:
         if config.zero_stage == 1 and mesh.size("dp_shard") > 1:
             self._shards = OptimizerShards(self.named.values(), mesh, partition=config.partition_gradients is True)
             self.parameter_names |= self._shards.names(self.parameter_names)
-        contiguous = config.contiguous_gradients is True
-        self._finisher = grads.GradientFinisher(self.named, mesh, deferred, self._shards, contiguous=contiguous)
+        self._finisher = grads.GradientFinisher(
+            self.named,
+            mesh,
+            deferred,
+            self._shards,
+            contiguous=config.contiguous_gradients is True,
+            overlap=applied.gates is None and config.overlap_gradients is not False,
+        )
         self.runner = PipelineRunner(applied.gates, module, config, device) if applied.gates is not None else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,6 +106,7 @@ class ParallelModel:
             x, y = batch
             return loss_fn(self.module(*x) if isinstance(x, tuple) else self.module(x), y)
 
+        self.announce_finish()
         loss, _ = self.forward_backward(step, (inputs, target), scale=scale, weight_fn=weight_fn)
         if self._sync:
             self.finish_gradients()
@@ -154,6 +161,14 @@ class ParallelModel:
             for module in self._sharded:
                 assert isinstance(module, FSDPModule)
                 module.set_requires_gradient_sync(sync, recurse=False)
+
+    def announce_finish(self) -> None:
+        """Say that :meth:`finish_gradients` follows the next backward, unless inside :meth:`no_sync`.
+
+        Gradients then travel while backward runs. Optional; without it they travel afterwards.
+        """
+        if self._sync:
+            self._finisher.arm()
 
     def finish_gradients(self) -> None:
         """Make ``.grad`` the global batch's gradient; see :class:`GradientFinisher`."""
