@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ascend_core.errors import ConfigError, ModelError, nearest
+from ascend_core.parallel.hugging_face import planned_list
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class BlockList:
 def find_blocks(root: nn.Module, pipeline_module: str = "auto", *, root_is_boundary: bool = False) -> BlockList:
     """Find the block list of a model.
 
-    Of all lists (ModuleList, Sequential, ModuleDict) that hold at least half of the parameters, the one with the most
+    A Hugging Face model's ``base_model_pp_plan`` names the list. Otherwise, of all lists (ModuleList, Sequential, ModuleDict) that hold at least half of the parameters, the one with the most
     elements wins; without such a list, the one with the most parameters.
 
     Args:
@@ -64,6 +65,7 @@ def find_blocks(root: nn.Module, pipeline_module: str = "auto", *, root_is_bound
                 nearest(pipeline_module, [n for n, _ in root.named_children()]),
             )
         scope, prefix = modules[pipeline_module], pipeline_module
+    planned = planned_list(scope, prefix)
     candidates = []
     for name, module in scope.named_modules(prefix=prefix):
         if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and len(module) > 0:
@@ -78,7 +80,8 @@ def find_blocks(root: nn.Module, pipeline_module: str = "auto", *, root_is_bound
         )
     half = _numel(scope.parameters()) / 2
     large = [c for c in candidates if c[0] >= half]
-    _, _, list_name, module = max(large, key=lambda c: (c[1], c[0])) if large else max(candidates, key=lambda c: c[0])
+    named = [c for c in candidates if c[2] == planned]
+    _, _, list_name, module = max(named or large, key=lambda c: (c[1], c[0]), default=max(candidates, key=lambda c: c[0]))
     names = tuple(f"{list_name}.{child}" if list_name else child for child, _ in module.named_children())
     return BlockList(list_name, names, _boundary(list_name, module, pipeline_module, root_is_boundary))
 

@@ -20,9 +20,11 @@ from torch import nn
 
 from ascend_core import _shim
 from ascend_core.errors import ModelError
-from ascend_core.parallel.activations import activation, broadcast_nest, poison, replace
+from ascend_core.parallel.activations import activation, argument_order, broadcast_nest, in_order, poison, replace
+from ascend_core.parallel.block_outputs import OutputForm
 from ascend_core.parallel.blocks import BlockList
 from ascend_core.parallel.failures import portable
+from ascend_core.parallel.hugging_face import CallGuard, owner
 from ascend_core.parallel.rng import StepRng
 from ascend_core.schedule_rules import stage_owner
 
@@ -76,9 +78,14 @@ class BlockGates:
         self._chained = 0
         self._due = 0  # the stage whose output is shared next
         self._inside = False
+        self.forms: dict[tuple[int, bool], OutputForm] = {}  # by block and whether it trains; the same on all ranks
+        self._seen: dict[tuple[int, bool], OutputForm] = {}  # what this rank's blocks returned
+        self.pretrained = owner(root, blocks.names[0])
+        self._guard = CallGuard(self.pretrained) if self.pretrained is not None else None
         modules = dict(root.named_modules())
         self._gated = [modules[name] for name in blocks.names]
         self._root, self._block_modules = root, list(self._gated)
+        self._orders = [argument_order(block) for block in self._gated]
         for index, block in enumerate(self._gated):
             _shim.override_call(block, functools.partial(self._call_block, index, _shim.original_call(block)))
         if blocks.boundary is not None:
@@ -92,6 +99,13 @@ class BlockGates:
         """Take the gates off again."""
         for module in self._gated:
             _shim.restore_call(module)
+        if self._guard is not None:
+            self._guard.remove()
+
+    @property
+    def labels_given(self) -> bool:
+        """The last call of the Hugging Face model, if there is one, had labels: the loss is its own."""
+        return self._guard is not None and self._guard.labels_given
 
     def owner(self, stage: int) -> int:
         """Pipeline rank of a stage."""
@@ -147,6 +161,7 @@ class BlockGates:
                 "The pipeline cuts the call of that module.",
                 "Call the module itself, or name the one that is called with pipeline_module=...",
             )
+        kwargs = in_order(kwargs, self._orders[index])
         if self.run is None:
             return self._chain(index, call, args, kwargs)
         return self._in_stage(self.run, index, call, args, kwargs)
@@ -159,7 +174,7 @@ class BlockGates:
         if index == run.end:
             raise Cut(activation(args, kwargs, self.blocks.names[index]))
         if index < run.first:
-            return poison(activation(args, kwargs, self.blocks.names[index]), fresh=index == 0)
+            return self._imitate(index, poison(activation(args, kwargs, self.blocks.names[index]), fresh=index == 0))
         if index == run.first:
             if run.received is not None:
                 args, kwargs = replace(args, kwargs, run.received)
@@ -167,7 +182,24 @@ class BlockGates:
         output = call(*args, **kwargs)
         if index == run.end - 1:
             self.rng.leave_blocks()
+        self._note(index, output)
         return output
+
+    # ---- the nesting of outputs of blocks that run elsewhere
+
+    def _note(self, index: int, output: Any) -> None:
+        key = (index, self._block_modules[index].training)
+        if key not in self._seen:
+            self._seen[key] = OutputForm.of(output, self.blocks.names[index])
+
+    def _imitate(self, index: int, activation: torch.Tensor) -> Any:
+        form = self.forms.get((index, self._block_modules[index].training))
+        return activation if form is None else form.imitate(activation)
+
+    def stage_forms(self, stage: int) -> dict[tuple[int, bool], OutputForm]:
+        """How the outputs of a local stage's blocks were nested; to be put into ``forms`` on every rank."""
+        first, end = self.stages[stage]
+        return {key: form for key, form in self._seen.items() if first <= key[0] < end}
 
     def _check_order(self, index: int, expected: int) -> None:
         if index == expected:
@@ -210,10 +242,21 @@ class BlockGates:
         except Cut:
             pass
         except Exception as error:
-            if self._due < len(self.stages) and self.owner(self._due) == self.rank:
-                self._share(None, self._due, portable(error))
+            self._fail(error)
             raise
         return self._share(output, len(self.stages) - 1)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the others at this rank's next turn to send; until then take what they send."""
+        while self._due < len(self.stages):
+            mine = self.owner(self._due) == self.rank
+            received, failure = broadcast_nest(
+                None, self.owner(self._due), self.group, self.rng.device, portable(error) if mine else None
+            )
+            if failure is not None:
+                self._due = len(self.stages)
+            elif not isinstance(received, OutputForm):
+                self._due += 1
 
     def _chain(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_order(index, self._chained)
@@ -221,6 +264,7 @@ class BlockGates:
         stage = self._stage_of(index)
         mine = self.owner(stage) == self.rank
         output = call(*args, **kwargs) if mine else activation(args, kwargs, self.blocks.names[index])
+        output = self._learn(index, output, stage)
         ends_stage = index == self.stages[stage][1] - 1
         if index == len(self.blocks) - 1:
             self._chained = 0
@@ -230,14 +274,25 @@ class BlockGates:
                 return output
         return self._share(output, stage) if ends_stage else output
 
+    def _learn(self, index: int, output: Any, stage: int) -> Any:
+        """At a block's first evaluation, tell the other ranks how its output is nested."""
+        mine, key = self.owner(stage) == self.rank, (index, self._block_modules[index].training)
+        if key not in self.forms:
+            self.forms[key] = self._exchange(OutputForm.of(output, self.blocks.names[index]) if mine else None, stage)
+        return output if mine else self._imitate(index, output)
+
     def _stage_of(self, index: int) -> int:
         return next(s for s, (first, end) in enumerate(self.stages) if first <= index < end)
 
-    def _share(self, output: Any, stage: int, error: Exception | None = None) -> Any:
+    def _share(self, output: Any, stage: int) -> Any:
         """Broadcast a stage's output, any nesting of tensors and plain values, over the pipeline group."""
-        owner = self.owner(stage)
-        received, failure = broadcast_nest(output, owner, self.group, self.rng.device, error)
-        self._due = len(self.stages) if failure is not None else stage + 1
-        if failure is not None and owner != self.rank:
+        received = self._exchange(output, stage)
+        self._due = stage + 1
+        return received
+
+    def _exchange(self, output: Any, stage: int) -> Any:
+        received, failure = broadcast_nest(output, self.owner(stage), self.group, self.rng.device)
+        if failure is not None:
+            self._due = len(self.stages)
             raise failure
         return received
