@@ -76,7 +76,9 @@ def _bert(task: str) -> Built:
 def _vit() -> Built:
     generator = torch.Generator().manual_seed(7)
     inputs = {"pixel_values": torch.randn(BATCH, 3, 8, 8, generator=generator), "labels": torch.arange(BATCH) % 3}
-    return _build("ViTForImageClassification", "ViTConfig", {**BERT_LIKE, "image_size": 8, "patch_size": 4, "num_labels": 3}, inputs)
+    return _build(
+        "ViTForImageClassification", "ViTConfig", {**BERT_LIKE, "image_size": 8, "patch_size": 4, "num_labels": 3}, inputs
+    )
 
 
 def t5() -> Built:
@@ -99,9 +101,7 @@ FAMILIES: dict[str, Callable[[], Built]] = {
     "Gemma2": functools.partial(_causal, "Gemma2", {**GEMMA, "query_pre_attn_scalar": 8}),
     "Gemma3": _gemma3,
     "GPT-2": _gpt2,
-    "GPT-NeoX": functools.partial(
-        _causal, "GPTNeoX", {k: v for k, v in LLAMA_LIKE.items() if k != "num_key_value_heads"}
-    ),
+    "GPT-NeoX": functools.partial(_causal, "GPTNeoX", {k: v for k, v in LLAMA_LIKE.items() if k != "num_key_value_heads"}),
     "BERT, masked LM": functools.partial(_bert, "MaskedLM"),
     "BERT, classification": functools.partial(_bert, "SequenceClassification"),
     "ViT": _vit,

@@ -6,10 +6,12 @@ steps over it learns the nesting from the rank that runs it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ascend_core._shim import pytree
 from ascend_core.errors import ModelError
@@ -70,3 +72,52 @@ def _stand_in(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, TensorMeta):
         return leaf
     return torch.full(leaf.shape, float("nan"), dtype=leaf.dtype, device=device) if leaf.dtype.is_floating_point else None
+
+
+class BlockOutputs:
+    """How the outputs of a model's blocks are nested; in training and evaluation they may differ.
+
+    What is *seen* concerns this rank's blocks; what is *known* is the same on all ranks of the pipeline.
+
+    Args:
+        blocks: The blocks.
+        names: Their names, for errors.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+        self._blocks, self._names = blocks, names
+        self._seen: dict[tuple[int, bool], OutputForm] = {}
+        self._known: dict[tuple[int, bool], OutputForm] = {}
+
+    def _key(self, index: int) -> tuple[int, bool]:
+        return index, self._blocks[index].training
+
+    def note(self, index: int, output: Any) -> None:
+        """Look at what a block of this rank returned."""
+        if self._key(index) not in self._seen:
+            self._seen[self._key(index)] = self.describe(index, output)
+
+    def describe(self, index: int, output: Any) -> OutputForm:
+        """Describe what a block returned; see :meth:`OutputForm.of`."""
+        return OutputForm.of(output, self._names[index])
+
+    def seen(self, first: int, end: int) -> dict[tuple[int, bool], OutputForm]:
+        """What was seen of a range of blocks, to be made known to every rank."""
+        return {key: form for key, form in self._seen.items() if first <= key[0] < end}
+
+    def make_known(self, forms: Mapping[tuple[int, bool], OutputForm]) -> None:
+        """Take over what another rank has seen."""
+        self._known.update(forms)
+
+    def known(self, index: int) -> bool:
+        """Whether a block's output can be imitated."""
+        return self._key(index) in self._known
+
+    def learn(self, index: int, form: OutputForm) -> None:
+        """Take over one block's form."""
+        self._known[self._key(index)] = form
+
+    def imitate(self, index: int, activation: torch.Tensor) -> Any:
+        """What a block seems to return: its nesting around an activation, or the activation while nothing is known."""
+        form = self._known.get(self._key(index))
+        return activation if form is None else form.imitate(activation)

@@ -21,7 +21,7 @@ from torch import nn
 from ascend_core import _shim
 from ascend_core.errors import ModelError
 from ascend_core.parallel.activations import activation, argument_order, broadcast_nest, in_order, poison, replace
-from ascend_core.parallel.block_outputs import OutputForm
+from ascend_core.parallel.block_outputs import BlockOutputs, OutputForm
 from ascend_core.parallel.blocks import BlockList
 from ascend_core.parallel.failures import portable
 from ascend_core.parallel.hugging_face import CallGuard, owner
@@ -78,13 +78,12 @@ class BlockGates:
         self._chained = 0
         self._due = 0  # the stage whose output is shared next
         self._inside = False
-        self.forms: dict[tuple[int, bool], OutputForm] = {}  # by block and whether it trains; the same on all ranks
-        self._seen: dict[tuple[int, bool], OutputForm] = {}  # what this rank's blocks returned
         self.pretrained = owner(root, blocks.names[0])
         self._guard = CallGuard(self.pretrained) if self.pretrained is not None else None
         modules = dict(root.named_modules())
         self._gated = [modules[name] for name in blocks.names]
         self._root, self._block_modules = root, list(self._gated)
+        self.outputs = BlockOutputs(self._block_modules, blocks.names)
         self._orders = [argument_order(block) for block in self._gated]
         for index, block in enumerate(self._gated):
             _shim.override_call(block, functools.partial(self._call_block, index, _shim.original_call(block)))
@@ -174,7 +173,7 @@ class BlockGates:
         if index == run.end:
             raise Cut(activation(args, kwargs, self.blocks.names[index]))
         if index < run.first:
-            return self._imitate(index, poison(activation(args, kwargs, self.blocks.names[index]), fresh=index == 0))
+            return self.outputs.imitate(index, poison(activation(args, kwargs, self.blocks.names[index]), fresh=index == 0))
         if index == run.first:
             if run.received is not None:
                 args, kwargs = replace(args, kwargs, run.received)
@@ -182,24 +181,8 @@ class BlockGates:
         output = call(*args, **kwargs)
         if index == run.end - 1:
             self.rng.leave_blocks()
-        self._note(index, output)
+        self.outputs.note(index, output)
         return output
-
-    # ---- the nesting of outputs of blocks that run elsewhere
-
-    def _note(self, index: int, output: Any) -> None:
-        key = (index, self._block_modules[index].training)
-        if key not in self._seen:
-            self._seen[key] = OutputForm.of(output, self.blocks.names[index])
-
-    def _imitate(self, index: int, activation: torch.Tensor) -> Any:
-        form = self.forms.get((index, self._block_modules[index].training))
-        return activation if form is None else form.imitate(activation)
-
-    def stage_forms(self, stage: int) -> dict[tuple[int, bool], OutputForm]:
-        """How the outputs of a local stage's blocks were nested; to be put into ``forms`` on every rank."""
-        first, end = self.stages[stage]
-        return {key: form for key, form in self._seen.items() if first <= key[0] < end}
 
     def _check_order(self, index: int, expected: int) -> None:
         if index == expected:
@@ -276,10 +259,10 @@ class BlockGates:
 
     def _learn(self, index: int, output: Any, stage: int) -> Any:
         """At a block's first evaluation, tell the other ranks how its output is nested."""
-        mine, key = self.owner(stage) == self.rank, (index, self._block_modules[index].training)
-        if key not in self.forms:
-            self.forms[key] = self._exchange(OutputForm.of(output, self.blocks.names[index]) if mine else None, stage)
-        return output if mine else self._imitate(index, output)
+        mine = self.owner(stage) == self.rank
+        if not self.outputs.known(index):
+            self.outputs.learn(index, self._exchange(self.outputs.describe(index, output) if mine else None, stage))
+        return output if mine else self.outputs.imitate(index, output)
 
     def _stage_of(self, index: int) -> int:
         return next(s for s, (first, end) in enumerate(self.stages) if first <= index < end)

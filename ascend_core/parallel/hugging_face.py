@@ -50,8 +50,9 @@ def planned_list(scope: nn.Module, prefix: str) -> str | None:
     """
     for name, module in scope.named_modules(prefix=prefix):
         plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None)
+        children = dict(module.named_children())
         for key in plan if isinstance(plan, Mapping) else ():
-            child = module._modules.get(key)
+            child = children.get(key)
             if isinstance(child, nn.ModuleList) and len(child):
                 return f"{name}.{key}" if name else key
     return None

@@ -112,6 +112,12 @@ class PipelineRunner:
         finally:
             self._step = None
 
+    @property
+    def weights(self) -> list[float]:
+        """The shares of the running step's microbatches in its loss."""
+        assert self._step is not None
+        return self._step.shares.values
+
     # ---- one microbatch on one stage; called by torch's schedule
 
     def run_microbatch(self, stage: int, received: torch.Tensor | None, number: int, meta: torch.Tensor) -> torch.Tensor:
@@ -222,7 +228,7 @@ class PipelineRunner:
             if isinstance(message[0], BaseException):
                 raise message[0]
             shape, dtype, carries, forms = message[0]
-            self.gates.forms.update(forms)
+            self.gates.outputs.make_known(forms)
             metas.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=carries))
         metas.append(torch.zeros((), device="meta", requires_grad=True))
         return metas
@@ -240,9 +246,9 @@ class PipelineRunner:
                 for buffer, value in saved:
                     buffer.copy_(value)
         if not output.is_floating_point():
-            return tuple(output.shape), output.dtype, False, self.gates.stage_forms(stage)
+            return tuple(output.shape), output.dtype, False, self.gates.outputs.seen(*self.gates.stages[stage])
         trained = carries or any(p.requires_grad for p in self.root.parameters())
-        return tuple(output.shape), output.dtype, trained, self.gates.stage_forms(stage)
+        return tuple(output.shape), output.dtype, trained, self.gates.outputs.seen(*self.gates.stages[stage])
 
 
 def _checked_loss(loss: Any, check_nan: bool) -> torch.Tensor:
