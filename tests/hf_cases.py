@@ -135,7 +135,12 @@ class LitLlama(pl.LightningModule):
 
 
 def lightning(strategy: dict[str, Any] | None) -> dict[str, Any]:
-    """Fit one epoch of three equal batches; logged losses, validation loss, and whole parameters on rank 0."""
+    """Fit one epoch of three equal batches."""
+    return fit(LitLlama(), strategy)
+
+
+def fit(module: Any, strategy: dict[str, Any] | None) -> dict[str, Any]:
+    """Fit one epoch; logged losses, validation loss, and whole parameters on rank 0."""
     chosen: Any = "auto" if strategy is None else AscendHybridStrategy(**strategy)
     devices = int(os.environ["WORLD_SIZE"])
     if strategy is None:
@@ -145,7 +150,6 @@ def lightning(strategy: dict[str, Any] | None) -> dict[str, Any]:
         accelerator="cpu", devices=devices, strategy=chosen, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
-    module = LitLlama()
     trainer.fit(module)
     state = trainer.strategy.lightning_module_state_dict()
     val = float(trainer.callback_metrics["val_loss"])

@@ -111,12 +111,14 @@ class BlockGates:
         return stage_owner(self.schedule, stage, self.size)
 
     def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
-        """Those of its blocks, and on the end stages those outside of all blocks; asked anew, as FSDP2 exchanges them."""
+        """Those of its blocks, and those outside of all blocks: any stage may use them, between its blocks too.
+
+        Asked anew each time, as FSDP2 exchanges them.
+        """
         first, end = self.stages[stage]
         own = [p for block in self._block_modules[first:end] for p in block.parameters()]
-        if stage in (0, len(self.stages) - 1):
-            inside = {id(p) for block in self._block_modules for p in block.parameters()}
-            own += [p for p in self._root.parameters() if id(p) not in inside]
+        inside = {id(p) for block in self._block_modules for p in block.parameters()}
+        own += [p for p in self._root.parameters() if id(p) not in inside]
         return iter({id(p): p for p in own}.values())
 
     def run_stage(self, stage: int, received: torch.Tensor | None, step: Callable[[], Any]) -> Any:
