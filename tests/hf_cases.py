@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import hf_models
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from ascend_core import HybridConfig, ParallelModel, build_mesh, parallelize
+from ascend_core.parallel import state
 from lightning_ascend import AscendHybridStrategy
 
 PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
@@ -105,6 +108,46 @@ def generated() -> tuple[list[list[int]], list[list[int]]]:
     return model.generate(**options).tolist(), reference.eval().generate(**options).tolist()
 
 
+def tied(config: dict[str, Any]) -> dict[str, Any]:
+    """D25: five AdamW steps of a tied model, each of two accumulated batches, clipped to norm 1.
+
+    Returns:
+        Whether all copies of the tied weight were bit-equal after each step, the largest difference to one process in
+        losses and norms (all ranks) and parameters (rank 0), and whether the checkpoint stores the weight once.
+    """
+    reference, inputs = hf_models.FAMILIES["Llama, tied"]()
+    inputs["labels"] = inputs["input_ids"]  # every token counts, so that replicas weigh alike
+    model, _ = hf_models.FAMILIES["Llama, tied"]()
+    c = HybridConfig(**config)
+    mesh = build_mesh(c, "cpu")
+    ours = parallelize(model, c, mesh)
+    name = next(n for n, p in reference.named_parameters() if p is reference.lm_head.weight)
+    part = {k: v.chunk(mesh.size("dp"))[mesh.rank("dp")] for k, v in inputs.items()}
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3, eps=1e-4) for m in (reference, ours)]
+    result: dict[str, Any] = {"equal": True, "gap": 0.0}
+    for _ in range(5):
+        for micro in range(2):
+            (reference(**inputs).loss / 2).backward()
+            with contextlib.nullcontext() if micro else ours.no_sync():
+                ours.forward_backward(lambda b, i: model(**b).loss, part, scale=0.5)
+        ours.finish_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        result["gap"] = max(result["gap"], abs(float(norm) - float(ours.clip_grad_norm_(1.0))))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        copy = state.full_tensor(ours.named[name]) if name in ours.named else None
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, copy)
+        assert all(c is not None for c in everyone), "both end stages hold the tied weight"
+        result["equal"] &= all(torch.equal(everyone[0], c) for c in everyone)
+    whole = ours.state_dict()
+    if dist.get_rank() == 0:
+        result["gap"] = max(result["gap"], *(float((whole[n] - t).abs().max()) for n, t in reference.state_dict().items()))
+        result["once"] = whole["lm_head.weight"].data_ptr() == whole[name].data_ptr()
+    return result
+
+
 class LitLlama(pl.LightningModule):
     """What users write around a Hugging Face model."""
 
@@ -151,6 +194,6 @@ def fit(module: Any, strategy: dict[str, Any] | None) -> dict[str, Any]:
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(module)
-    state = trainer.strategy.lightning_module_state_dict()
+    whole = trainer.strategy.lightning_module_state_dict()
     val = float(trainer.callback_metrics["val_loss"])
-    return {"losses": module.losses, "val": val, "state": {n: t.clone() for n, t in state.items()}}
+    return {"losses": module.losses, "val": val, "state": {n: t.clone() for n, t in whole.items()}}

@@ -68,6 +68,15 @@ def test_d05_losses_that_are_no_mean_over_samples(pool: RankPool) -> None:
         assert max(gaps.values()) < 2e-6, gaps
 
 
+@pytest.mark.parametrize(("world", "zero_stage"), [(2, 0), (4, 0), (4, 2)], ids=["pp2", "pp2-dp2", "pp2-dp2-zero2"])
+def test_d25_tied_embeddings(pool: RankPool, world: int, zero_stage: int) -> None:
+    """Copies bit-equal after each step, equal to one process, stored once. 1e-5: five steps of AdamW with eps=1e-4."""
+    results = pool.run(world, hf_cases.tied, {**PP2, "zero_stage": zero_stage}, deadline_s=60)
+    assert all(r["equal"] for r in results)
+    assert max(r["gap"] for r in results) < 1e-5
+    assert results[0]["once"]
+
+
 def test_generating(pool: RankPool) -> None:
     for ours, plain in pool.run(2, hf_cases.generated):
         assert ours == plain

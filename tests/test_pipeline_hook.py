@@ -47,10 +47,11 @@ def test_split_points(pool: RankPool) -> None:
     ]
 
 
-def test_in_a_lightning_module(pool: RankPool) -> None:
-    """Three blocks that the steps call themselves."""
-    ours = pool.run(2, unlisted.lightning, {"pipeline_parallel_size": 2, "num_microbatches": 4})
-    plain = pool.run(1, unlisted.lightning, None)[0]
+@pytest.mark.parametrize("kind", ["LitBlocks", "LitSum"])
+def test_in_a_lightning_module(pool: RankPool, kind: str) -> None:
+    """Three blocks that the steps call themselves; a loss that is a mean, and one that is a sum over microbatches."""
+    ours = pool.run(2, unlisted.lightning, PP2, kind)
+    plain = pool.run(1, unlisted.lightning, None, kind)[0]
     for result in ours:
         assert result["losses"] == pytest.approx(plain["losses"], abs=1e-6)
         assert result["val"] == pytest.approx(plain["val"], abs=1e-6)

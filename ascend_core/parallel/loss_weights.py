@@ -6,6 +6,7 @@ tokens needs their numbers; for a Hugging Face model that computes its own loss 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,17 @@ from torch import nn
 from ascend_core.errors import ConfigError, ModelError, nearest
 
 _IGNORED = -100
-_SHIFTED = ("ForCausalLM", "LMHeadModel")
-_UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")
+_KINDS: dict[str, tuple[str, ...]] = {
+    "shifted": ("ForCausalLM", "LMHeadModel"),
+    "tokens": ("ForMaskedLM", "ForTokenClassification"),
+    "samples": (
+        "ForSequenceClassification", "ForImageClassification", "ForVideoClassification", "ForAudioClassification",
+        "ForMultipleChoice", "ForNextSentencePrediction",
+    ),
+    "spans": ("ForQuestionAnswering",),
+}  # fmt: skip
+"""What the losses of Hugging Face classes are means over, by the ends of their names."""
+
 REDUCTIONS = ("mean", "sum")
 
 
@@ -91,7 +101,7 @@ def refuse_own_loss(shares: Shares, labels_given: bool) -> None:
 
 
 def _valid_labels(model: nn.Module, parts: Sequence[Any]) -> list[float] | None:
-    """Labels that the model's own loss counts, by microbatch; None if the loss is a mean over samples."""
+    """What the model's own loss is a mean over, counted by microbatch; None if the step has its own, or if all are equal."""
     if not all(isinstance(p, Mapping) for p in parts):
         return None
     if parts[0].get("num_items_in_batch") is not None:
@@ -100,25 +110,42 @@ def _valid_labels(model: nn.Module, parts: Sequence[Any]) -> list[float] | None:
             "With it a loss is a part of a sum (or is ignored: some models do), and microbatch losses are averaged.",
             "Leave it out: microbatches are weighted by their valid labels. Or divide by it and use reduction='sum'.",
         )
-    labels = [p.get("labels") for p in parts]
-    if not all(isinstance(t, torch.Tensor) and not t.is_floating_point() and t.dim() for t in labels):
+    kind = _kind(model)
+    if kind == "spans":
+        return _answers(model, parts)
+    name, kind = ("shift_labels", "tokens") if kind == "shifted" and "shift_labels" in parts[0] else ("labels", kind)
+    labels = [p.get(name) for p in parts]
+    if labels[0] is None or kind == "none":
         return None
-    plain = [float((t != _IGNORED).sum()) for t in labels]
-    if labels[0].dim() == 1:
-        return plain
-    shifted = [float((t[..., 1:] != _IGNORED).sum()) for t in labels]
-    kinds = (type(model).__name__, str(getattr(model, "loss_type", None)))
-    if any(kind.endswith(_SHIFTED) for kind in kinds):
-        return shifted
-    if any(kind.endswith(_UNSHIFTED) for kind in kinds) or _alike(plain, shifted):
-        return plain
-    raise ModelError(
-        f"The microbatches have different numbers of valid labels, and how {type(model).__name__} counts them is not known.",
-        "The mean of microbatch means is then not the batch's mean.",
-        "Give weight_fn to forward_backward(), or define microbatch_weight(batch) on the LightningModule.",
+    if kind == "unknown":
+        raise _unknown(model)
+    if kind == "samples" and (labels[0].is_floating_point() or getattr(model.config, "num_labels", 2) == 1):
+        return None  # a mean over all elements, of which every microbatch has as many
+    return [float((t[..., 1:] if kind == "shifted" else t).ne(_IGNORED).sum()) for t in labels]
+
+
+def _kind(model: nn.Module) -> str:
+    """What the loss of a Hugging Face class is a mean over; by the names that the library gives to its classes."""
+    names = [c.__name__ for c in type(model).__mro__]  # a user's subclass has another name
+    for kind, suffixes in _KINDS.items():
+        if any(name.endswith(suffixes) for name in names):
+            return kind
+    return "unknown" if "labels" in inspect.signature(model.forward).parameters else "none"
+
+
+def _answers(model: nn.Module, parts: Sequence[Any]) -> list[float] | None:
+    """Start and end positions behind the text are left out of the two means, which one weight cannot follow."""
+    for part in parts:
+        positions, ids = [part.get("start_positions"), part.get("end_positions")], part.get("input_ids")
+        if ids is not None and any(p is not None and bool(((p < 0) | (p >= ids.shape[1])).any()) for p in positions):
+            raise _unknown(model)
+    return None
+
+
+def _unknown(model: nn.Module) -> ModelError:
+    return ModelError(
+        f"What the loss of {type(model).__name__} is a mean over is not known, with pipeline_parallel_size > 1.",
+        "The mean of microbatch means may not be the batch's mean.",
+        "Give weight_fn to forward_backward() or define microbatch_weight(batch) on the LightningModule (1.0 for a mean over "
+        "samples); for a loss that is a sum, use reduction='sum' or microbatch_reduction = 'sum'.",
     )
-
-
-def _alike(a: list[float], b: list[float]) -> bool:
-    total_a, total_b = sum(a) or 1.0, sum(b) or 1.0
-    return all(abs(x / total_a - y / total_b) < 1e-12 for x, y in zip(a, b, strict=True))
