@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import hf_cases
 import hf_models
 import hf_parity
 import pytest
 from rank_pool import RankPool
+from torch import nn
+
+from ascend_core.parallel.blocks import find_blocks
 
 PP2 = hf_cases.PP2
 
@@ -99,3 +103,20 @@ def test_the_documented_table_is_the_tested_one() -> None:
     rows = re.findall(r"^\| ([^|]+?) \| yes", section, re.MULTILINE)
     assert rows == list(hf_models.FAMILIES)
     assert re.search(r"^\| T5[^|]* \| refused", section, re.MULTILINE)
+
+
+class Expert(nn.Module):
+    """One layer of many experts: their list is the longest, and holds nearly all parameters."""
+
+    def __init__(self, plan: dict[str, object] | None) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(model_type="moe", base_model_pp_plan=plan)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(4, 4) for _ in range(8))}) for _ in range(1)
+        )
+
+
+def test_the_models_own_plan_names_the_blocks() -> None:
+    plan = {"embed": (["input_ids"], ["hidden"]), "layers": (["hidden"], ["hidden"])}
+    assert find_blocks(nn.ModuleDict({"model": Expert(plan)})).names == ("model.layers.0",)
+    assert len(find_blocks(nn.ModuleDict({"model": Expert(None)})).names) == 8
