@@ -40,6 +40,14 @@ def test_blocks_that_checkpoint_around_their_own_call(pool: RankPool) -> None:
     assert max(gap for gap, _ in pool.run(2, unlisted.gap, "Recomputed")) < 1e-6
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_evaluation_that_one_rank_cannot_begin(pool: RankPool, rank: int) -> None:
+    """It is the same error on both, and they are in step afterwards."""
+    for text, gap in pool.run(2, unlisted.failing_alone, rank):
+        assert text == "ValueError: only here"
+        assert gap < 1e-6
+
+
 def test_split_points(pool: RankPool) -> None:
     assert pool.run(2, unlisted.stages, ["encoder.0"]) == [
         ["block1"],

@@ -171,6 +171,29 @@ def stages(points: list[str]) -> list[str]:
     return sorted({n.rpartition(".linear")[0] for n in model.named if ".linear" in n})
 
 
+class FailsOnce(Recomputed):
+    """Raises before its layers, on one rank and in one evaluation only."""
+
+    rank = -1
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.rank == torch.distributed.get_rank():
+            self.rank = -1
+            raise ValueError("only here")
+        return super().forward(ids)
+
+
+def failing_alone(rank: int) -> tuple[str, float]:
+    """An evaluation that one rank cannot begin: the error here, and the largest gap of the next evaluation."""
+    net = FailsOnce()
+    c = HybridConfig(pipeline_parallel_size=2)
+    model = parallelize(net, c, build_mesh(c, "cpu"))
+    net.rank = rank
+    with torch.no_grad():
+        text = hf_cases.error_of(lambda: model(batch()[0]))
+        return text, float((model(batch()[0]) - Recomputed()(batch()[0])).abs().max())
+
+
 class LitBlocks(pl.LightningModule):
     """Runs blocks of its own, one after the other, in its steps."""
 
