@@ -25,22 +25,25 @@ class OutputForm:
     """The nesting of a block's output; picklable.
 
     Attributes:
+        key: The block's index, and whether it trains.
         spec: torch's description of the nesting.
         leaves: For each leaf, ``(shape, dtype)`` of a tensor, or a plain value.
         tensors: Which leaves are tensors.
     """
 
+    key: tuple[int, bool]
     spec: Any
     leaves: tuple[Any, ...]
     tensors: tuple[bool, ...]
 
     @classmethod
-    def of(cls, output: Any, name: str) -> OutputForm:
+    def of(cls, output: Any, name: str, key: tuple[int, bool]) -> OutputForm:
         """Describe an output.
 
         Args:
             output: What the block returned.
             name: The block's name, for errors.
+            key: The block's index, and whether it trains.
 
         Raises:
             ModelError: It holds no tensor.
@@ -53,7 +56,7 @@ class OutputForm:
                 "The first tensor that a block returns is its activation.",
                 "Return the activation, alone or first in a tuple.",
             )
-        return cls(spec, tuple(_describe(leaf) for leaf in leaves), tensors)
+        return cls(key, spec, tuple(_describe(leaf) for leaf in leaves), tensors)
 
     def imitate(self, activation: torch.Tensor) -> Any:
         """Build such an output around an activation; other tensors are NaN, or None if they cannot be."""
@@ -99,7 +102,7 @@ class BlockOutputs:
 
     def describe(self, index: int, output: Any) -> OutputForm:
         """Describe what a block returned; see :meth:`OutputForm.of`."""
-        return OutputForm.of(output, self._names[index])
+        return OutputForm.of(output, self._names[index], self._key(index))
 
     def seen(self, first: int, end: int) -> dict[tuple[int, bool], OutputForm]:
         """What was seen of a range of blocks, to be made known to every rank."""
@@ -113,9 +116,9 @@ class BlockOutputs:
         """Whether a block's output can be imitated."""
         return self._key(index) in self._known
 
-    def learn(self, index: int, form: OutputForm) -> None:
+    def learn(self, form: OutputForm) -> None:
         """Take over one block's form."""
-        self._known[self._key(index)] = form
+        self._known[form.key] = form
 
     def imitate(self, index: int, activation: torch.Tensor) -> Any:
         """What a block seems to return: its nesting around an activation, or the activation while nothing is known."""

@@ -240,7 +240,9 @@ class BlockGates:
             )
             if failure is not None:
                 self._due = len(self.stages)
-            elif not isinstance(received, OutputForm):
+            elif isinstance(received, OutputForm):
+                self.outputs.learn(received)
+            else:
                 self._due += 1
 
     def _chain(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,7 +265,7 @@ class BlockGates:
         """At a block's first evaluation, tell the other ranks how its output is nested."""
         mine = self.owner(stage) == self.rank
         if not self.outputs.known(index):
-            self.outputs.learn(index, self._exchange(self.outputs.describe(index, output) if mine else None, stage))
+            self.outputs.learn(self._exchange(self.outputs.describe(index, output) if mine else None, stage))
         return output if mine else self.outputs.imitate(index, output)
 
     def _stage_of(self, index: int) -> int:
