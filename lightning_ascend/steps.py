@@ -80,7 +80,8 @@ class StepMixin:
                 batch,
                 scale=1.0 / module.trainer.accumulate_grad_batches,
                 weight_fn=getattr(module, "microbatch_weight", None),
-                payload=logs.collect,
+                reduction=getattr(module, "microbatch_reduction", "mean"),
+                payload=lambda: logs.collect(self.parallel.runner.weights),  # type: ignore[union-attr]
             )
         self._stash = stash
         logs.replay(collected)

@@ -22,6 +22,7 @@ from ascend_core.parallel.blocks import BlockList, deal, find_blocks, move, prun
 from ascend_core.parallel.data import shard_parameters
 from ascend_core.parallel.failures import raise_together
 from ascend_core.parallel.gates import BlockGates
+from ascend_core.parallel.hugging_face import check, owner
 from ascend_core.parallel.recompute import BlockRecompute
 from ascend_core.parallel.rng import StepRng
 from ascend_core.parallel.state import Names, describe
@@ -75,6 +76,10 @@ def apply(
         Broadcasts all parameters and buffers from rank 0; whatever DTensor and FSDP2 do to shard.
     """
     blocks = _blocks(model, config, mesh, pipeline_module, root_is_boundary)
+    if blocks and mesh.size("pp") > 1:
+        pretrained = owner(model, blocks.names[0])
+        if pretrained is not None:
+            check(pretrained)
     rng = StepRng.for_mesh(mesh, device)
     _refuse_meta(model)
     description = describe(model)

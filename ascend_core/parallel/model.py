@@ -85,7 +85,13 @@ class ParallelModel:
     # ---- training
 
     def train_step(
-        self, inputs: Any, target: Any, *, scale: float = 1.0, weight_fn: Callable[[Any], float] | None = None
+        self,
+        inputs: Any,
+        target: Any,
+        *,
+        scale: float = 1.0,
+        weight_fn: Callable[[Any], float] | None = None,
+        reduction: str = "mean",
     ) -> torch.Tensor:
         """Forward and backward of one batch with ``loss_fn(model(inputs), target)``; gradients add up.
 
@@ -94,6 +100,7 @@ class ParallelModel:
             target: Target of the loss.
             scale: Factor on the loss before backward, e.g. 1 / accumulation steps.
             weight_fn: Weight of a microbatch ``(inputs, target)`` in the mean loss. Default: equal.
+            reduction: ``"sum"`` if ``loss_fn`` sums over samples; see :meth:`PipelineRunner.forward_backward`.
 
         Returns:
             This replica's loss, detached, equal on all of its ranks.
@@ -107,7 +114,7 @@ class ParallelModel:
             return loss_fn(self.module(*x) if isinstance(x, tuple) else self.module(x), y)
 
         self.announce_finish()
-        loss, _ = self.forward_backward(step, (inputs, target), scale=scale, weight_fn=weight_fn)
+        loss, _ = self.forward_backward(step, (inputs, target), scale=scale, weight_fn=weight_fn, reduction=reduction)
         if self._sync:
             self.finish_gradients()
         self.rng.step += 1
@@ -120,12 +127,15 @@ class ParallelModel:
         *,
         scale: float = 1.0,
         weight_fn: Callable[[Any], float] | None = None,
+        reduction: str = "mean",
         payload: Callable[[], Any] | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Run a user's step; see :meth:`PipelineRunner.forward_backward`. Gradients are not finished."""
         self.check_first_batch(step_fn, batch)
         if self.runner is not None:
-            return self.runner.forward_backward(step_fn, batch, scale=scale, weight_fn=weight_fn, payload=payload)
+            return self.runner.forward_backward(
+                step_fn, batch, scale=scale, weight_fn=weight_fn, reduction=reduction, payload=payload
+            )
         if self.mesh.size("tp") > 1:
             with self.rng.user_code(0, 0):
                 loss = step_fn(batch, 0)

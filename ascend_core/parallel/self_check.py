@@ -121,14 +121,12 @@ class SelfCheck:
 
     def _small_call(self, model: ParallelModel, step_fn: Callable[[Any, int], Any], batch: Any) -> Any:
         module = model.module.get_submodule(self.boundary)
-        before = module.__dict__.get("_call_impl")
 
         def grab(*args: Any, **kwargs: Any) -> Any:
             raise _Captured(args, kwargs)
 
-        _shim.override_call(module, grab)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _shim.replaced_call(module, grab):
                 step_fn(batch, 0)
         except _Captured as captured:
             call = captured.call
@@ -136,10 +134,6 @@ class SelfCheck:
             raise ModelError(
                 f"self_check: the step did not call {self.boundary or 'the model'!r}.", "", "Leave self_check out."
             )
-        finally:
-            _shim.restore_call(module)
-            if before is not None:
-                _shim.override_call(module, before)
         size, wanted = batch_size(call), 1
         if model.gates is not None:
             _, wanted = choose_microbatches(model.config.schedule, model.gates.size, model.config.num_microbatches, size)
