@@ -5,12 +5,11 @@ Both frameworks' adapters, and users without a framework, work with this class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,15 +17,15 @@ from torch.distributed.tensor import DTensor
 from ascend_core.config import HybridConfig
 from ascend_core.errors import ConfigError
 from ascend_core.mesh import HybridMesh
-from ascend_core.parallel import grads, state
+from ascend_core.parallel import grads
 from ascend_core.parallel.apply import Applied
-from ascend_core.parallel.data import local
 from ascend_core.parallel.pipeline import PipelineRunner, StepFn
 from ascend_core.parallel.self_check import SelfCheck
+from ascend_core.parallel.whole_state import WholeState
 from ascend_core.parallel.zero1 import OptimizerShards
 
 
-class ParallelModel:
+class ParallelModel(WholeState):
     """A model spread over a mesh; made by :func:`ascend_core.parallel.parallelize`.
 
     Calling it runs the whole model: without a pipeline like the module itself, with one under ``torch.no_grad()``
@@ -211,19 +210,6 @@ class ParallelModel:
         stash.grads.clear()
         self._finisher.keep()
 
-    def share_buffers(self) -> None:
-        """Give every replica the buffers of the first one (batch norm's statistics), as torch's DDP does.
-
-        Communication: one broadcast per buffer over the data-parallel axis.
-        """
-        if self.mesh.size("dp") == 1:
-            return
-        group = self.mesh.group("dp")
-        source = dist.get_process_group_ranks(group)[0]
-        with torch.no_grad():
-            for buffer in self.module.buffers():
-                dist.broadcast(local(buffer), src=source, group=group)
-
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Finished gradients by local name: under ZeRO-1 those of this rank's shards, as DTensors."""
         return {n: p.grad for n, p in zip(self.named, self.carriers(), strict=True)}
@@ -267,24 +253,7 @@ class ParallelModel:
         """Clamp gradient elements to ``[-value, value]``."""
         grads.clip_by_value(self.carriers() if parameters is None else parameters, value)
 
-    # ---- whole state
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The unsplit model's state dict on global rank 0, empty elsewhere. Every rank must call it."""
-        return state.gather_model(self.module, self.names, self.mesh)
-
-    def load_state_dict(self, whole: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load an unsplit state dict, given on every rank."""
-        state.load_model(self.module, self.names, whole, strict=strict)
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The unsplit optimizer's state dict on global rank 0. Every rank must call it."""
-        return state.gather_optimizer(optimizer, self.module, self.names, self.mesh, self.parameter_names)
-
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
-        """Load an unsplit optimizer state dict, given on every rank."""
-        state.reshard(self.module)
-        state.load_optimizer(optimizer, self.names, whole, self.parameter_names)
+    # ---- optimizers
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare an optimizer over this model's parameters; call it once, before its first step.
