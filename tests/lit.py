@@ -26,6 +26,7 @@ def make_module(namespace: str, **options: Any) -> Any:
             torch.manual_seed(1)
             self.model = tiny.TinyGPT(**options)
             self.history: dict[str, list[float]] = {"loss": [], "val": [], "lr": []}
+            self.norms: list[float] = []
             self.hooks: dict[str, int] = {"before_backward": 0, "after_backward": 0, "zero_grad": 0}
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -51,11 +52,20 @@ def make_module(namespace: str, **options: Any) -> Any:
         def on_after_backward(self) -> None:
             self.hooks["after_backward"] += 1
 
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if not hasattr(self.trainer.strategy, "parallel"):  # one process: the norm before clipping is torch's own
+                self.norms.append(
+                    float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+                )
+
         def on_before_zero_grad(self, optimizer: Any) -> None:
             self.hooks["zero_grad"] += 1
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.history["loss"].append(float(self.trainer.callback_metrics["train_loss"]))
+            norm = getattr(self.trainer.strategy, "last_grad_norm", None)
+            if norm is not None and (not self.norms or float(norm) != self.norms[-1]):
+                self.norms.append(float(norm))
             self.history["lr"].append(self.optimizers().param_groups[0]["lr"])
 
         def on_validation_epoch_end(self) -> None:
@@ -128,6 +138,7 @@ def fit(
     return {
         "history": history, "hooks": hooks, "again": again, "trained_on": lit.trained_on, "metrics": metrics, "best": checkpoint.best_model_path,
         "best_score": float(checkpoint.best_model_score), "steps": trainer.global_step,
+        "norms": lit.norms,
     }  # fmt: skip
 
 

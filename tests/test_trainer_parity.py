@@ -21,6 +21,7 @@ def check_same_run(results: list[dict[str, Any]], plain: dict[str, Any]) -> None
         assert r["metrics"] == results[0]["metrics"], "self.log differs between ranks"
         for key, values in plain["history"].items():
             assert r["history"][key] == pytest.approx(values, abs=1e-5), key
+        assert r["norms"] == pytest.approx(plain["norms"], rel=1e-5), "D08: the norm before clipping, equal on all ranks"
         assert r["again"] == pytest.approx(r["best_score"], abs=1e-6), "the best checkpoint, loaded into the split model"
         assert r["best_score"] == pytest.approx(plain["best_score"], abs=1e-5)
 
