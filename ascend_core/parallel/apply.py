@@ -6,9 +6,7 @@ Activation checkpointing and compile will go between tensor and data parallel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +16,14 @@ from ascend_core import _shim
 from ascend_core.config import HybridConfig
 from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
+from ascend_core.parallel.block_inputs import record_block_inputs
 from ascend_core.parallel.blocks import BlockList, deal, find_blocks, prune
 from ascend_core.parallel.data import shard_parameters
 from ascend_core.parallel.failures import raise_together
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.rng import StepRng
+from ascend_core.parallel.split import split_tensors
 from ascend_core.parallel.state import Names, describe
-from ascend_core.parallel.tensor import apply_tensor_parallel, expand_plan
-from ascend_core.parallel.tp_plans import auto_plan
 from ascend_core.schedule_rules import stage_owner
 
 
@@ -38,12 +36,14 @@ class Applied:
         sharded: FSDP2 modules, outermost last.
         names: Names of the unsplit model.
         rng: Random streams of a step.
+        summed: Names of whole parameters that get part of their gradient on every tensor-parallel rank.
     """
 
     gates: BlockGates | None
     sharded: list[nn.Module]
     names: Names
     rng: StepRng
+    summed: frozenset[str] = frozenset()
 
 
 def apply(
@@ -77,6 +77,7 @@ def apply(
     description = describe(model)
     share_initial_values(model, device)
 
+    inputs = record_block_inputs(model, blocks.names) if blocks and mesh.size("tp") > 1 else {}
     stages = deal(blocks, mesh.size("pp") * config.num_stages_per_rank) if blocks and mesh.size("pp") > 1 else []
     local_names = list(blocks.names) if blocks else []
     if stages and blocks:
@@ -86,10 +87,11 @@ def apply(
         local_names = [n for i, n in enumerate(blocks.names) if i in local]
     model.to(device)
 
+    summed: frozenset[str] = frozenset()
     if mesh.size("tp") > 1:
         error: Exception | None = None
         try:
-            _split_tensors(model, config, mesh, local_names)
+            summed = split_tensors(model, config, mesh, local_names, inputs)
         except Exception as caught:  # noqa: BLE001 - raised on every rank: stages may differ in what they can split
             error = caught
         raise_together(error)
@@ -104,7 +106,7 @@ def apply(
                 _shim.defer_gradient_reduction(module)  # type: ignore[arg-type]
 
     gates = BlockGates(model, blocks, stages, mesh.group("pp"), rng, config.schedule) if stages and blocks else None
-    return Applied(gates, sharded, Names(*description, model), rng)
+    return Applied(gates, sharded, Names(*description, model), rng, summed)
 
 
 def _blocks(
@@ -119,17 +121,6 @@ def _blocks(
         if mesh.size("pp") == 1 and (mesh.size("tp") == 1 or config.tensor_parallel_plan != "auto"):
             return BlockList("", (), "" if root_is_boundary else None)  # one FSDP2 unit, or a user's own plan
         raise
-
-
-def _split_tensors(model: nn.Module, config: HybridConfig, mesh: HybridMesh, local_names: list[str]) -> None:
-    if config.tensor_parallel_plan == "auto":
-        plan: Mapping[str, Any] = auto_plan(model, local_names, mesh.size("tp"), qkv_split=config.qkv_split)
-    else:
-        assert isinstance(config.tensor_parallel_plan, Mapping)
-        plan = expand_plan(model, config.tensor_parallel_plan)
-    tied = _tied(model)
-    apply_tensor_parallel(model, plan, mesh.device_mesh["tp"])
-    _tie_again(model, tied)
 
 
 def _shard_units(
@@ -180,33 +171,3 @@ def own_buffers(model: nn.Module) -> None:
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if not buffer.is_contiguous():
                 setattr(module, name, buffer.contiguous())
-
-
-def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Places that share one parameter, for every shared parameter."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(p), []).append((module, name))
-    return [spots for spots in places.values() if len(spots) > 1]
-
-
-def _tie_again(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
-    """Sharding makes new Parameters; places that shared one must share it again, with the same placement."""
-    from torch.distributed.tensor import DTensor
-
-    for spots in tied:
-        values = [getattr(module, name) for module, name in spots]
-        if all(v is values[0] for v in values):
-            continue
-        placements = {v.placements if isinstance(v, DTensor) else None for v in values}
-        if len(placements) > 1:
-            names = {id(m): n for n, m in model.named_modules()}
-            where = ", ".join(f"{names[id(m)]}.{n}" for m, n in spots)
-            raise ModelError(
-                f"The tied parameter of {where} would be split differently in each place.",
-                "Both places use one tensor, so they need the same tensor-parallel placement.",
-                "Give both modules matching styles ('embedding' with 'colwise_gather'), or leave both out of the plan.",
-            )
-        for module, name in spots[1:]:
-            setattr(module, name, values[0])

@@ -7,7 +7,7 @@ are summed over those stages; FSDP2 reduces its shards; everything else is avera
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,18 +27,27 @@ class GradientFinisher:
         parameters: Name to parameter of this rank, in the model's order.
         mesh: The mesh.
         sharded: FSDP2 modules whose gradients are reduced by hand (those of a pipeline).
+        summed: Names of whole parameters whose gradient is a part on every tensor-parallel rank, kept as ranks x part.
 
     Communication:
         Building it: one object all-gather over the pipeline group, and process groups for tied weights.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: HybridMesh, sharded: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: HybridMesh,
+        sharded: Sequence[nn.Module] = (),
+        summed: Collection[str] = (),
+    ) -> None:
         self.mesh, self.parameters, self.sharded = mesh, dict(parameters), list(sharded)
         trainable = {n: p for n, p in self.parameters.items() if p.requires_grad}
         self.first_holder: dict[int, bool] = {}
         self._shared = self._shared_reducers(trainable) if mesh.size("pp") > 1 else []
         replicated = [p for p in trainable.values() if not is_data_sharded(p, mesh)]
         dp = mesh.size("dp")
+        parts = [p for n, p in trainable.items() if n in summed]
+        self._sum_parts = GradientReducer(parts, mesh.group("tp"), mesh.size("tp")) if parts else None
         self._average = GradientReducer(replicated, mesh.group("dp"), dp) if dp > 1 and replicated else None
 
     def finish(self) -> None:
@@ -52,6 +61,8 @@ class GradientFinisher:
         for reducer in self._shared:
             reducer()
         _shim.reduce_accumulated_gradients(self.sharded)
+        if self._sum_parts is not None:
+            self._sum_parts()
         if self._average is not None:
             self._average()
 

@@ -55,7 +55,7 @@ class ParallelModel:
         self.named = dict(module.named_parameters())
         self.parameter_names = {id(p): n for n, p in self.named.items()}
         deferred = applied.sharded if applied.gates is not None else ()
-        self._finisher = grads.GradientFinisher(self.named, mesh, deferred)
+        self._finisher = grads.GradientFinisher(self.named, mesh, deferred, applied.summed)
         self.runner = PipelineRunner(applied.gates, module, config, device) if applied.gates is not None else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
