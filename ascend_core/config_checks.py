@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 _LATER: dict[str, Any] = {
     "expert_parallel_size": 1,
-    "sequence_parallel": False,
     "activation_checkpoint_blocks": 0,
     "compression": None,
     "max_staleness": 0,
@@ -146,6 +145,14 @@ def _check_tensor(c: HybridConfig) -> None:
             "tensor_parallel_plan with tensor_parallel_size=1.",
             "The plan would be ignored.",
             "Set tensor_parallel_size above 1.",
+        )
+    if not isinstance(c.sequence_parallel, bool):
+        raise ConfigError(f"sequence_parallel={c.sequence_parallel!r}: must be True or False.", "", "Use True or False.")
+    if c.sequence_parallel and c.tensor_parallel_size == 1:
+        raise ConfigError(
+            "sequence_parallel=True with tensor_parallel_size=1.",
+            "Tokens are spread over the tensor-parallel ranks; the value would be ignored.",
+            "Set tensor_parallel_size above 1, or leave sequence_parallel out.",
         )
     if c.qkv_split not in ("column", "heads"):
         raise ConfigError(f"qkv_split={c.qkv_split!r}.", "", "Use 'column' or 'heads'.")

@@ -102,7 +102,7 @@ def test_wrong_values(fields: dict, match: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"expert_parallel_size": 2}, {"sequence_parallel": True}, {"activation_checkpoint_blocks": 4}, {"zero_stage": 1},
+        {"expert_parallel_size": 2}, {"activation_checkpoint_blocks": 4}, {"zero_stage": 1},
         {"compression": {"algorithm": "onebit_adam"}}, {"max_staleness": 1}, {"compile": True}, {"fused_kernels": True},
     ],
 )  # fmt: skip

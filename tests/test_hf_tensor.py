@@ -6,7 +6,6 @@ from typing import Any
 
 import hf_tensor
 import pytest
-import transformers  # noqa: F401 - imported before the workers are forked from this process
 from hf_models import FAMILIES
 from rank_pool import RankPool
 
@@ -19,6 +18,14 @@ UNEVEN: dict[str, tuple[int, dict[str, Any]]] = {
     "phi3-three-heads": (2, {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}),
 }
 """Heads that do not divide: key/value heads that ranks share, and columns that are gathered."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported(pool: RankPool) -> None:
+    """Workers forked after the models are imported need not import them each."""
+    for build in FAMILIES.values():
+        build()
+    pool._renew(4)
 
 
 def check(results: list[dict[str, float]]) -> None:
@@ -40,6 +47,19 @@ def test_heads_that_do_not_divide(pool: RankPool, case: str) -> None:
             world, hf_tensor.compare, case.split("-", maxsplit=1)[0], {"tensor_parallel_size": world}, options, deadline_s=90
         )
     )
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "vit"])
+def test_sequence_parallel(pool: RankPool, family: str) -> None:
+    config = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    check(pool.run(2, hf_tensor.compare, family, config, deadline_s=90))
+
+
+def test_sequence_parallel_with_gathered_attention(pool: RankPool) -> None:
+    """Three heads over two ranks: attention is whole on both, the norms around it work on half of the tokens."""
+    config = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    for case in ("gpt2-three-heads", "llama-one-kv-head"):
+        check(pool.run(2, hf_tensor.compare, case.split("-")[0], config, UNEVEN[case][1], deadline_s=90))
 
 
 def test_plans_split_what_can_be_split() -> None:

@@ -80,9 +80,11 @@ def apply(
     inputs = record_block_inputs(model, blocks.names) if blocks and mesh.size("tp") > 1 else {}
     stages = deal(blocks, mesh.size("pp") * config.num_stages_per_rank) if blocks and mesh.size("pp") > 1 else []
     local_names = list(blocks.names) if blocks else []
+    runs: list[list[str]] = []
     if stages and blocks:
         here, owners = mesh.rank("pp"), [stage_owner(config.schedule, s, mesh.size("pp")) for s in range(len(stages))]
         local = {i for s, (first, end) in enumerate(stages) if owners[s] == here for i in range(first, end)}
+        runs = [list(blocks.names[first:end]) for s, (first, end) in enumerate(stages) if owners[s] == here]
         prune(model, blocks, local, is_first=here == owners[0], is_last=here == owners[-1])
         local_names = [n for i, n in enumerate(blocks.names) if i in local]
     model.to(device)
@@ -91,7 +93,7 @@ def apply(
     if mesh.size("tp") > 1:
         error: Exception | None = None
         try:
-            summed = split_tensors(model, config, mesh, local_names, inputs)
+            summed = split_tensors(model, config, mesh, runs or [local_names], inputs)
         except Exception as caught:  # noqa: BLE001 - raised on every rank: stages may differ in what they can split
             error = caught
         raise_together(error)

@@ -57,7 +57,7 @@ def expand_plan(root: nn.Module, plan: Mapping[str, Any]) -> TensorPlan:
     return TensorPlan(expanded, styled_regions(expanded, names))
 
 
-def apply_tensor_parallel(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> list[Region]:
+def apply_tensor_parallel(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> dict[str, Region]:
     """Shard the modules of a plan in place. Every rank must hold the same values; nothing is sent.
 
     Args:
@@ -66,24 +66,26 @@ def apply_tensor_parallel(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -
         mesh: The one-axis ``tp`` mesh.
 
     Returns:
-        The regions of the plan, in its order, for sequence parallel; a hollow one too.
+        Module name to its region, for what is split here.
 
     Raises:
         ConfigError: A style does not fit its module, or sizes do not divide.
     """
     regions = [Region(mesh, row=r.row is not None) for r in plan.regions]
     by_name = {n: region for r, region in zip(plan.regions, regions, strict=True) for n in (*r.columns, r.row) if n}
+    used: dict[str, Region] = {}
     for name, style in plan.styles.items():
         module = root.get_submodule(name)
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style)
         elif any(True for _ in module.parameters()):  # a hollow one lives on another stage
-            _split(root, name, module, style, by_name.get(name) or Region(mesh, row=False))
+            used[name] = by_name.get(name) or Region(mesh, row=style == "attention")
+            _split(root, name, module, style, used[name])
     for name in plan.summed:
         module = root.get_submodule(name)
         if any(True for _ in module.parameters(recurse=False)):
             share_gradient(module, mesh.size())
-    return regions
+    return used
 
 
 def _split(root: nn.Module, name: str, module: nn.Module, style: str, region: Region) -> None:
@@ -121,7 +123,6 @@ def _split_part(owner: nn.Module, name: str, region: Region) -> None:
 
 
 def _split_attention(root: nn.Module, name: str, module: nn.MultiheadAttention, region: Region) -> None:
-    region = Region(region.mesh)
     attention = ParallelMultiheadAttention(module, region.size, region.rank)
     _replace(root, name, attention)
     for part in "qkv":

@@ -19,7 +19,7 @@ from ascend_core.errors import ConfigError
 from ascend_core.parallel.block_inputs import BlockInput, plain_input
 from ascend_core.parallel.hf_plans import declared_styles
 from ascend_core.parallel.projections import as_projection
-from ascend_core.parallel.tp_proof import Proof, called_projections, prove_split
+from ascend_core.parallel.tp_proof import Proof, called_projections, prove_split, signature
 from ascend_core.parallel.tp_styles import SplitRegion, TensorPlan
 
 _COLUMNS = frozenset(
@@ -70,10 +70,10 @@ def auto_plan(
         block = root.get_submodule(name)
         if not any(True for _ in block.parameters()):
             continue
-        signature = _signature(block)
-        if signature not in known:
-            known[signature] = _plan_block(block, (inputs or {}).get(name), tp_size, _below(declared, name))
-        found = known[signature]
+        kind = signature(block)
+        if kind not in known:
+            known[kind] = _plan_block(block, (inputs or {}).get(name), tp_size, _below(declared, name))
+        found = known[kind]
         _check(found, block, name, tp_size, qkv_split)
         for scope, proof in found.proofs:
             for attribute, value in proof.attributes.items():
@@ -198,13 +198,3 @@ def _without_half_ties(root: nn.Module, styles: dict[str, str]) -> dict[str, str
 
 def _below(styles: Mapping[str, str], prefix: str) -> dict[str, str]:
     return {n[len(prefix) + 1 :]: s for n, s in styles.items() if n.startswith(f"{prefix}.")}
-
-
-def _signature(block: nn.Module) -> Any:
-    """What makes two blocks alike to the planner: types, shapes, and the plain numbers their modules hold."""
-    rows: list[Any] = []
-    for name, module in block.named_modules():
-        numbers = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (int, float)) and not k.startswith("layer"))
-        shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
-        rows.append((name, type(module), shapes, numbers))
-    return tuple(rows)

@@ -108,6 +108,12 @@ def prove_split(block: nn.Module, given: BlockInput, columns: tuple[str, ...], r
     return None
 
 
+def modules_between(block: nn.Module, given: BlockInput, columns: tuple[str, ...], row: str) -> tuple[str, ...]:
+    """Names of the modules with parameters that run between column projections and a row projection."""
+    scope = block.get_submodule(columns[0].rpartition(".")[0])
+    return tuple(_Trial(block, scope, given, columns, row).between)
+
+
 class _Trial:
     """Dry runs of one region."""
 
@@ -277,3 +283,13 @@ def _attributes(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in saved.items():
             setattr(module, name, value)
+
+
+def signature(block: nn.Module) -> Any:
+    """What makes two blocks alike to the planner and to the check: types, shapes, and the plain numbers their modules hold."""
+    rows: list[Any] = []
+    for name, module in block.named_modules():
+        numbers = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (int, float)) and not k.startswith("layer"))
+        shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+        rows.append((name, type(module), shapes, numbers))
+    return tuple(rows)

@@ -117,25 +117,29 @@ def local_columns(output: torch.Tensor, style: str, rank: int, size: int) -> tor
 
 
 def styled_regions(styles: Mapping[str, Any], names: Sequence[str]) -> list[SplitRegion]:
-    """Guess the regions of a user's plan: column projections that one module holds, and its row projection.
+    """Guess the regions of a user's plan: column projections that one module holds, and the next row projection.
+
+    A row projection of the same module ends a region; one elsewhere ends the last that is open.
 
     Args:
         styles: Module name to style.
         names: Module names in the model's order.
     """
-    regions: dict[str, tuple[list[str], list[str]]] = {}
+    found: list[SplitRegion] = []
     for name in names:
         style = styles.get(name)
-        if not isinstance(style, str):
-            continue
-        kind = parse_style(style)[0]
-        columns, rows = regions.setdefault(name.rpartition(".")[0], ([], []))
+        kind = parse_style(style)[0] if isinstance(style, str) else ""
+        scope = name.rpartition(".")[0]
         if kind in COLUMN_STYLES:
-            columns.append(name)
+            open_here = next((i for i, r in enumerate(found) if r.row is None and r.scope == scope), None)
+            if open_here is None:
+                found.append(SplitRegion((name,), None, scope))
+            else:
+                found[open_here] = SplitRegion((*found[open_here].columns, name), None, scope)
         elif kind == "rowwise":
-            rows.append(name)
-    found = []
-    for scope, (columns, rows) in regions.items():
-        if columns:
-            found.append(SplitRegion(tuple(columns), rows[0] if len(rows) == 1 else None, scope))
+            waiting = [i for i, r in enumerate(found) if r.row is None]
+            here = [i for i in waiting if found[i].scope == scope] or waiting[-1:]
+            if here:
+                region = found[here[0]]
+                found[here[0]] = SplitRegion(region.columns, name, region.scope)
     return found
