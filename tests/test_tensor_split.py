@@ -67,6 +67,21 @@ def test_sequence_parallel_of_what_cannot_be_split(pool: RankPool) -> None:
         assert result.startswith("ModelError: sequence_parallel=True: block 'layers.0' (Normed) has no split region")
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none"}], ids=str)
+def test_loss_of_spread_logits(pool: RankPool, options: dict[str, Any]) -> None:
+    """Tied embedding and head over the vocabulary; logits stay spread in training and are whole in evaluation."""
+    for rank, result in enumerate(pool.run(2, tensor_split.vocabulary_loss, options, {})):
+        assert set(result["gaps"]) == {"loss", "tok.weight", "norm.weight", "pos", "logits"}
+        assert max(result["gaps"].values()) < 1e-5, result
+        assert result["shapes"] == [(4, 12, 19 - rank)]
+
+
+def test_loss_of_spread_logits_in_a_pipeline(pool: RankPool) -> None:
+    config = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    for rank, result in enumerate(pool.run(4, tensor_split.vocabulary_loss, {}, config)):
+        assert max(result["gaps"].values()) < 1e-5, (rank, result)
+
+
 def test_d06_norm_of_split_and_whole_layers(pool: RankPool) -> None:
     """D06: one norm on both ranks, that of one process, and the clipped gradients too."""
     results = pool.run(2, tensor_split.clipped_norm)

@@ -33,6 +33,7 @@ class Region:
         self.gather_at_columns = False
         self.gathered_for_parts = False
         self.rng = RegionRng(self.rank) if row else None
+        self._has_row = row
         self._entered: set[int] = set()
         self._shared: tuple[torch.Tensor, torch.Tensor, bool] | None = None
 
@@ -50,22 +51,22 @@ class Region:
         if not self._entered and self.rng is not None:
             self.rng.enter(module.training)
         self._entered.add(id(module))
-        return self.read(x)
-
-    def read(self, x: torch.Tensor) -> torch.Tensor:
-        """The input as the column projections use it; one of them after the other gets the same tensor."""
         key = torch.is_grad_enabled()
         if self._shared is not None and self._shared[0] is x and self._shared[2] == key:
             return self._shared[1]
+        inside = self.read(x)
+        if self._has_row:  # which lets go of it
+            self._shared = (x, inside, key)
+        return inside
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as column projections use it."""
         if self.sequence_dim is not None and self.gather_at_columns:
             total = x.shape[self.sequence_dim] * self.size
-            inside = collectives.gather_parts(x, self.sequence_dim, total, self.group, used_in_parts=True)
-        elif self.sequence_dim is not None and self.gathered_for_parts:
-            inside = x  # gathered where the module that holds the columns was entered
-        else:
-            inside = collectives.whole_to_parts(x, self.group)
-        self._shared = (x, inside, key)
-        return inside
+            return collectives.gather_parts(x, self.sequence_dim, total, self.group, used_in_parts=True)
+        if self.sequence_dim is not None and self.gathered_for_parts:
+            return x  # gathered where the module that holds the columns was entered
+        return collectives.whole_to_parts(x, self.group)
 
     def leave(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum the row projection's partial outputs. Communication: one all-reduce (sequence parallel: reduce-scatter)."""
@@ -87,22 +88,29 @@ class ColumnForward:
         gathers: Every rank gets all output columns and does the same with them.
         groups: Every rank gets the columns of one of so many groups (key/value heads, of which there are fewer than
             ranks), which several ranks share. 0: not.
+        keeps: The output is a DTensor of all columns (logits); without gradients, it is gathered.
     """
 
-    def __init__(self, projection: Projection, region: Region, *, gathers: bool = False, groups: int = 0) -> None:
+    def __init__(
+        self, projection: Projection, region: Region, *, gathers: bool = False, groups: int = 0, keeps: bool = False
+    ) -> None:
         self.module, self.region, self.out_dim = projection.module, region, projection.out_dim
-        self.out_features, self.gathers, self.groups = projection.out_features, gathers, groups
+        self.out_features, self.gathers, self.groups, self.keeps = projection.out_features, gathers, groups, keeps
         shard_parameter(self.module, "weight", region.mesh, projection.out_dim)
         shard_parameter(self.module, "bias", region.mesh, 0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``(*, in)``, whole, to ``(*, local columns)``."""
         region = self.region
-        x = region.read(x) if self.gathers else region.enter(self.module, x)
+        x = region.read(x) if self.gathers or self.keeps else region.enter(self.module, x)
         y = matmul(x, local_parameter(self.module, "weight"), local_parameter(self.module, "bias"), self.out_dim)
-        if not self.gathers and not self.groups:
+        if self.keeps and torch.is_grad_enabled():
+            shape = torch.Size((*y.shape[:-1], self.out_features))
+            stride = torch.empty(shape, device="meta").stride()
+            return DTensor.from_local(y, region.mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride)
+        if not self.gathers and not self.groups and not self.keeps:
             return y
-        y = collectives.gather_parts(y, -1, self.out_features, region.group, used_in_parts=not self.gathers)
+        y = collectives.gather_parts(y, -1, self.out_features, region.group, used_in_parts=self.groups > 0)
         if self.groups:
             width = self.out_features // self.groups
             y = y.narrow(-1, region.rank * self.groups // region.size * width, width)

@@ -114,7 +114,8 @@ def _split(root: nn.Module, name: str, module: nn.Module, style: str, region: Re
             _split_part(fused, part, region)
     else:
         groups = numbers[0] if kind == "shared_colwise" else 0
-        module.forward = ColumnForward(projection, region, gathers=kind == "colwise_gather", groups=groups)  # type: ignore[assignment]
+        gathers, keeps = kind == "colwise_gather", kind == "colwise_vocab"
+        module.forward = ColumnForward(projection, region, gathers=gathers, groups=groups, keeps=keeps)  # type: ignore[assignment]
 
 
 def _split_part(owner: nn.Module, name: str, region: Region) -> None:

@@ -18,6 +18,7 @@ STYLES = {
     "fused_colwise": "projection that holds q, k and v in this order; each is split by columns ('fused_colwise:32,8,8': sizes)",
     "packed_colwise": "projection that holds gate and up in this order; each is split by columns",
     "shared_colwise": "key or value projection with fewer heads than ranks ('shared_colwise:2' has 2 heads)",
+    "colwise_vocab": "head split by output columns, for vocab_parallel_cross_entropy; the output is a DTensor",
     "attention": "nn.MultiheadAttention split by heads",
     "embedding": "nn.Embedding split by vocabulary",
 }
