@@ -233,6 +233,37 @@ def vocabulary_loss(options: dict[str, Any], config: dict[str, Any]) -> dict[str
     return {"gaps": gaps, "shapes": shapes}
 
 
+def recomputed(sequence: bool) -> dict[str, float]:
+    """Qwen3 on dp 2 x tp 2 with ZeRO-3 and recomputation: gradients against one process; largest relative gap by kind."""
+    plain, inputs = hf_models.FAMILIES["qwen3"]()
+    built, _ = hf_models.FAMILIES["qwen3"]()
+    for model in (plain, built):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ours = spread(built, None, tensor_parallel_size=2, zero_stage=3, sequence_parallel=sequence)
+    plain(**inputs).loss.backward()
+    part = {k: v.chunk(2)[ours.mesh.rank("dp")] for k, v in inputs.items()}
+    ours.forward_backward(lambda b, n: ours.module(**b).loss, part)
+    ours.finish_gradients()
+    reference, gaps = dict(plain.named_parameters()), {"norms": 0.0, "rest": 0.0}
+    for name, p in ours.named.items():
+        grad, expected = p.grad.full_tensor(), reference[name].grad
+        kind = "norms" if "norm" in name else "rest"
+        gaps[kind] = max(gaps[kind], float((grad - expected).abs().max() / expected.abs().max()))
+    return gaps
+
+
+def in_half_precision() -> float:
+    """Relative gap of the loss under bf16 autocast, split and whole."""
+    plain, inputs = hf_models.FAMILIES["llama"]()
+    ours = spread(hf_models.FAMILIES["llama"]()[0], None, tensor_parallel_size=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = float(plain(**inputs).loss)
+        loss, _ = ours.forward_backward(lambda b, n: ours.module(**b).loss, inputs)
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in ours.parameters())
+    return abs(float(loss) - expected) / expected
+
+
 class Normed(nn.Module):
     """Attention-like block with a norm over the columns that a plan may split, and one that works on pieces."""
 

@@ -82,6 +82,18 @@ def test_loss_of_spread_logits_in_a_pipeline(pool: RankPool) -> None:
         assert max(result["gaps"].values()) < 1e-5, (rank, result)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_recomputation_and_zero3_of_split_blocks(pool: RankPool, sequence: bool) -> None:
+    """Norms inside attention get parts of their gradient from each rank, and FSDP2 shards them. Tolerance: fp32 sums."""
+    for gaps in pool.run(4, tensor_split.recomputed, sequence, deadline_s=120):
+        assert max(gaps.values()) < 1e-5, gaps
+
+
+def test_autocast(pool: RankPool) -> None:
+    """bf16 keeps 8 bits: the order of sums moves the loss by less than 1 %."""
+    assert max(pool.run(2, tensor_split.in_half_precision, deadline_s=90)) < 1e-2
+
+
 def test_d06_norm_of_split_and_whole_layers(pool: RankPool) -> None:
     """D06: one norm on both ranks, that of one process, and the clipped gradients too."""
     results = pool.run(2, tensor_split.clipped_norm)

@@ -17,9 +17,10 @@ from torch import nn
 
 from ascend_core.errors import ConfigError
 from ascend_core.parallel.block_inputs import BlockInput, plain_input
+from ascend_core.parallel.dry_run import signature
 from ascend_core.parallel.hf_plans import declared_styles
 from ascend_core.parallel.projections import as_projection
-from ascend_core.parallel.tp_proof import Proof, called_projections, prove_split, signature
+from ascend_core.parallel.tp_proof import Proof, called_projections, prove_split
 from ascend_core.parallel.tp_styles import SplitRegion, TensorPlan
 
 _COLUMNS = frozenset(

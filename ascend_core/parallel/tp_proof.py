@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ascend_core.parallel.block_inputs import BlockInput
+from ascend_core.parallel.dry_run import dry_run
 from ascend_core.parallel.projections import Projection, as_projection
 from ascend_core.parallel.tp_styles import local_columns, parse_style, part_sizes
 
@@ -261,19 +262,6 @@ def _divided(owner: Any, names: tuple[str, ...], size: int, shared: int) -> dict
 
 
 @contextmanager
-def dry_run(block: nn.Module) -> Iterator[None]:
-    """Run a block in evaluation mode, without gradients, with the random state as before afterwards."""
-    modes = {m: m.training for m in block.modules()}
-    block.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-@contextmanager
 def _attributes(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
     saved = {n: getattr(module, n) for n in values}
     for name, value in values.items():
@@ -283,13 +271,3 @@ def _attributes(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in saved.items():
             setattr(module, name, value)
-
-
-def signature(block: nn.Module) -> Any:
-    """What makes two blocks alike to the planner and to the check: types, shapes, and the plain numbers their modules hold."""
-    rows: list[Any] = []
-    for name, module in block.named_modules():
-        numbers = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (int, float)) and not k.startswith("layer"))
-        shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
-        rows.append((name, type(module), shapes, numbers))
-    return tuple(rows)
