@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from demands import spread
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from ascend_core import AscendError
+from ascend_core import AscendError, HybridConfig, build_mesh
 from ascend_core.parallel import vocab_parallel_cross_entropy
 
 
@@ -262,6 +262,23 @@ def in_half_precision() -> float:
         loss, _ = ours.forward_backward(lambda b, n: ours.module(**b).loss, inputs)
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in ours.parameters())
     return abs(float(loss) - expected) / expected
+
+
+def large_logits() -> float:
+    """Loss and gradient of logits in the hundreds, the largest on one rank only; largest gap to torch's."""
+    mesh = build_mesh(HybridConfig(tensor_parallel_size=2), "cpu").device_mesh["tp"]
+    whole = torch.randn(5, 11, generator=torch.Generator().manual_seed(0)) * 200
+    whole[:, 9] += 500
+    whole.requires_grad_()
+    target = torch.tensor([0, 10, 9, -100, 5])
+    expected = F.cross_entropy(whole, target)
+    expected.backward()
+    part = whole.detach().chunk(2, dim=1)[mesh.get_local_rank()].clone().requires_grad_()
+    spread_logits = DTensor.from_local(part, mesh, [Shard(1)], run_check=False, shape=whole.shape, stride=whole.stride())
+    got = vocab_parallel_cross_entropy(spread_logits, target)
+    got.backward()
+    gap = (part.grad - whole.grad.chunk(2, dim=1)[mesh.get_local_rank()]).abs().max()
+    return max(float(gap), abs(float(got) - float(expected)) / float(expected))
 
 
 class Normed(nn.Module):

@@ -76,6 +76,10 @@ def test_loss_of_spread_logits(pool: RankPool, options: dict[str, Any]) -> None:
         assert result["shapes"] == [(4, 12, 19 - rank)]
 
 
+def test_loss_of_large_spread_logits(pool: RankPool) -> None:
+    assert max(pool.run(2, tensor_split.large_logits)) < 1e-6
+
+
 def test_loss_of_spread_logits_in_a_pipeline(pool: RankPool) -> None:
     config = {"pipeline_parallel_size": 2, "num_microbatches": 2}
     for rank, result in enumerate(pool.run(4, tensor_split.vocabulary_loss, {}, config)):
