@@ -49,7 +49,7 @@ def test_heads_that_do_not_divide(pool: RankPool, case: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "vit"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "gemma3", "gpt2", "gpt_neox", "bert"])
 def test_sequence_parallel(pool: RankPool, family: str) -> None:
     config = {"tensor_parallel_size": 2, "sequence_parallel": True}
     check(pool.run(2, hf_tensor.compare, family, config, deadline_s=90))

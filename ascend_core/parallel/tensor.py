@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ascend_core.errors import ConfigError, nearest
+from ascend_core.parallel.blocks import stand_in
 from ascend_core.parallel.fused import FusedColumnLinear, ParallelMultiheadAttention
 from ascend_core.parallel.projections import Projection, as_projection
 from ascend_core.parallel.regions import ColumnForward, EmbeddingForward, Region, RowForward, share_gradient
@@ -80,7 +81,12 @@ def apply_tensor_parallel(root: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -
             parallelize_module(module, mesh, style)
         elif any(True for _ in module.parameters()):  # a hollow one lives on another stage
             used[name] = by_name.get(name) or Region(mesh, row=style == "attention")
+            pruned = stand_in(module)
+            if pruned is not None:  # only its tied weight is here
+                del module.forward
             _split(root, name, module, style, used[name])
+            if pruned is not None:
+                module.forward = pruned  # type: ignore[assignment]
     for name in plan.summed:
         module = root.get_submodule(name)
         if any(True for _ in module.parameters(recurse=False)):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ascend_core._shim import pytree
 from ascend_core.parallel.block_inputs import BlockInput
 from ascend_core.parallel.dry_run import dry_run
 from ascend_core.parallel.projections import Projection, as_projection
@@ -45,12 +46,12 @@ class Proof:
     summed: tuple[str, ...]
 
 
-class _StopError(Exception):
-    """Carries the row projection's input out of a dry run."""
+@dataclass
+class _Seen:
+    """What one dry run shows: the row projection's input, and every tensor that the block returns."""
 
-    def __init__(self, value: torch.Tensor) -> None:
-        super().__init__()
-        self.value = value
+    row_input: torch.Tensor
+    returned: list[torch.Tensor]
 
 
 def called_projections(block: nn.Module, given: BlockInput) -> list[str] | None:
@@ -130,24 +131,24 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
         shapes = self._output_shapes()
         self.outputs = [torch.randn(s, generator=generator).to(given.activation) for s in shapes] if shapes else []
-        self.whole = self._row_input(self.outputs) if shapes else None
+        self.whole = self._region(self.outputs) if shapes else None
         if self._foreign:
             self.whole = None
 
     def fits(self, styles: tuple[str, ...], attributes: dict[str, Any], size: int) -> bool:
         """Whether the ranks' pieces put together are the whole."""
         assert self.whole is not None
-        pieces = []
+        pieces, whole = [], self.whole.row_input
         for rank in range(size):
             local = [local_columns(o, s, rank, size) for o, s in zip(self.outputs, styles, strict=True)]
             with _attributes(self.scope, attributes):
-                piece = self._row_input(local)
-            if piece is None or piece.shape[:-1] != self.whole.shape[:-1]:
+                seen = self._region(local)
+            if seen is None or seen.row_input.shape[:-1] != whole.shape[:-1] or len(seen.returned) != len(self.whole.returned):
                 return False
-            pieces.append(piece)
-        joined = torch.cat(pieces, dim=-1)
-        tolerance = 1e-4 if joined.dtype in (torch.float32, torch.float64) else 2e-2
-        return joined.shape == self.whole.shape and torch.allclose(joined, self.whole, rtol=tolerance, atol=tolerance / 10)
+            if not all(_alike(a, b) for a, b in zip(seen.returned, self.whole.returned, strict=True)):
+                return False  # the block returns something of the inside, e.g. a bias per head
+            pieces.append(seen.row_input)
+        return _alike(torch.cat(pieces, dim=-1), whole)
 
     def _output_shapes(self) -> list[tuple[int, ...]] | None:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -156,11 +157,11 @@ class _Trial:
             return lambda m, args, output: shapes.setdefault(name, tuple(output.shape)) and None
 
         hooks = [self.projections[c].module.register_forward_hook(note(c)) for c in self.columns]
-        self._run(hooks)
+        self._run(hooks, [False])
         return [shapes[c] for c in self.columns] if len(shapes) == len(self.columns) else None
 
-    def _row_input(self, outputs: list[torch.Tensor]) -> torch.Tensor | None:
-        """Run the block with the columns' outputs replaced; return what reaches the row projection."""
+    def _region(self, outputs: list[torch.Tensor]) -> _Seen | None:
+        """Run the block with the outputs of the columns and of the row projection replaced."""
         started = [False]
 
         def replace(index: int) -> Any:
@@ -180,28 +181,38 @@ class _Trial:
         hooks = [self.projections[c].module.register_forward_hook(replace(i)) for i, c in enumerate(self.columns)]
         ours = {id(p.module) for p in self.projections.values()}
         hooks += [m.register_forward_pre_hook(watch) for m in self.block.modules() if id(m) not in ours]
-        return self._run(hooks)
+        return self._run(hooks, started)
 
     def _is_shared(self, module: nn.Module) -> bool:
         parameters = {id(p) for p in module.parameters(recurse=False)}
         return any(id(p) in parameters for m in self.block.modules() if m is not module for p in m.parameters(recurse=False))
 
-    def _run(self, hooks: list[Any]) -> torch.Tensor | None:
-        def stop(module: nn.Module, args: Any) -> None:
-            raise _StopError(args[0])
+    def _run(self, hooks: list[Any], started: list[bool]) -> _Seen | None:
+        row, seen = self.row.module, []
 
-        hooks.append(self.row.module.register_forward_pre_hook(stop))
+        def replaced(x: torch.Tensor) -> torch.Tensor:
+            seen.append(x)
+            started[0] = False
+            shape = (*x.shape[:-1], self.row.out_features)
+            return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(x)
+
+        row.forward = replaced  # type: ignore[assignment]
         try:
             with dry_run(self.block):
-                self.block(*self.given.args, **self.given.kwargs)
-        except _StopError as stopped:
-            return stopped.value
+                result = self.block(*self.given.args, **self.given.kwargs)
         except Exception:  # noqa: BLE001 - any failure of the dry run means: not proven, so the split is not used
             return None
         finally:
+            del row.forward
             for hook in hooks:
                 hook.remove()
-        return None
+        leaves = pytree.tree_flatten(result)[0]
+        return _Seen(seen[0], [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]) if len(seen) == 1 else None
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    tolerance = 1e-4 if a.dtype in (torch.float32, torch.float64) else 2e-2
+    return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance / 10)
 
 
 def _style_choices(columns: list[Projection], row: Projection, scope: nn.Module, size: int) -> Iterator[tuple[str, ...]]:
