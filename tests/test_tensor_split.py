@@ -6,6 +6,7 @@ from typing import Any
 
 import parity
 import pytest
+import spread_logits
 import tensor_split
 from rank_pool import RankPool
 
@@ -70,19 +71,19 @@ def test_sequence_parallel_of_what_cannot_be_split(pool: RankPool) -> None:
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none"}], ids=str)
 def test_loss_of_spread_logits(pool: RankPool, options: dict[str, Any]) -> None:
     """Tied embedding and head over the vocabulary; logits stay spread in training and are whole in evaluation."""
-    for rank, result in enumerate(pool.run(2, tensor_split.vocabulary_loss, options, {})):
+    for rank, result in enumerate(pool.run(2, spread_logits.vocabulary_loss, options, {})):
         assert set(result["gaps"]) == {"loss", "tok.weight", "norm.weight", "pos", "logits"}
         assert max(result["gaps"].values()) < 1e-5, result
         assert result["shapes"] == [(4, 12, 19 - rank)]
 
 
 def test_loss_of_large_spread_logits(pool: RankPool) -> None:
-    assert max(pool.run(2, tensor_split.large_logits)) < 1e-6
+    assert max(pool.run(2, spread_logits.large_logits)) < 1e-6
 
 
 def test_loss_of_spread_logits_in_a_pipeline(pool: RankPool) -> None:
     config = {"pipeline_parallel_size": 2, "num_microbatches": 2}
-    for rank, result in enumerate(pool.run(4, tensor_split.vocabulary_loss, {}, config)):
+    for rank, result in enumerate(pool.run(4, spread_logits.vocabulary_loss, {}, config)):
         assert max(result["gaps"].values()) < 1e-5, (rank, result)
 
 
