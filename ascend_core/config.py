@@ -40,7 +40,7 @@ class HybridConfig:
         stages_per_rank: Stages each pipeline rank owns; ``"auto"`` is 1 for GPipe and 1F1B, else 2; ZBVZeroBubble and
             DualPipeV have exactly 2.
         num_microbatches: Parts a local batch is cut into, or ``"auto"`` for up to 4 x stages.
-        sequence_parallel: Not available yet.
+        sequence_parallel: Spread the activations between split regions over the sequence, on the tensor-parallel ranks.
         tensor_parallel_plan: ``"auto"``, or ``{module glob: style}`` (:mod:`ascend_core.parallel.tp_plans`).
         qkv_split: ``"column"`` splits attention by columns: by whole heads where that is exact, else by plain columns
             with a gather; ``"heads"`` refuses the gather.

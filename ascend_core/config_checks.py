@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 _LATER: dict[str, Any] = {
     "expert_parallel_size": 1,
-    "sequence_parallel": False,
     "compression": None,
     "max_staleness": 0,
     "compile": False,
@@ -171,5 +170,13 @@ def _check_tensor(c: HybridConfig) -> None:
         )
     if c.self_check not in ("auto", "first_batch", "off"):
         raise ConfigError(f"self_check={c.self_check!r}.", "", "Use 'auto', 'first_batch' or 'off'.")
+    if not isinstance(c.sequence_parallel, bool):
+        raise ConfigError(f"sequence_parallel={c.sequence_parallel!r}: must be True or False.", "", "Use True or False.")
+    if c.sequence_parallel and c.tensor_parallel_size == 1:
+        raise ConfigError(
+            "sequence_parallel=True with tensor_parallel_size=1.",
+            "Tokens are spread over the tensor-parallel ranks; the value would be ignored.",
+            "Set tensor_parallel_size above 1, or leave sequence_parallel out.",
+        )
     if c.qkv_split not in ("column", "heads"):
         raise ConfigError(f"qkv_split={c.qkv_split!r}.", "", "Use 'column' or 'heads'.")

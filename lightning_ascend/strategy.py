@@ -50,7 +50,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         schedule: Pipeline schedule, torch's spelling.
         stages_per_rank: Stages each pipeline rank owns.
         num_microbatches: Microbatches of a local batch.
-        sequence_parallel: Not available yet.
+        sequence_parallel: Spread activations between split regions over the sequence (tensor-parallel ranks).
         tensor_parallel_plan: ``"auto"`` or ``{module glob: style}``.
         qkv_split: ``"column"`` or ``"heads"``.
         activation_checkpoint_blocks: Blocks that are recomputed together; 0 for none.

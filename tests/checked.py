@@ -53,7 +53,7 @@ def wrong_gradient(config: dict[str, Any], name: str) -> None:
 
 def wrong_output(config: dict[str, Any], name: str) -> None:
     """A module's output is shifted in the spread model."""
-    model = spread({**config, "self_check": "first_batch"}, net=tiny.build(tied=False))
+    model = spread({"self_check": "first_batch", **config}, net=tiny.build(tied=False))
     module = model.module.get_submodule(name)
     module.register_forward_hook(lambda m, args, output: output + 0.1)
     model.train_step(*tiny.local_batch(0, model.mesh.rank("dp"), model.mesh.size("dp")))

@@ -128,3 +128,19 @@ def replicas_equal(config: dict[str, Any]) -> bool:
 
 def nn_parameters(model: nn.Module) -> list[str]:
     return [n for n, _ in model.named_parameters()]
+
+
+def repeated(config: dict[str, Any]) -> float:
+    """Three steps whose gradients are finished each time and never zeroed; largest gap to one process."""
+    c = HybridConfig(**config)
+    mesh = build_mesh(c, "cpu")
+    model = parallelize(tiny.build(), c, mesh, loss_fn=tiny.token_loss)
+    plain = tiny.build()
+    for step in range(3):
+        model.train_step(*tiny.local_batch(step, mesh.rank("dp"), mesh.size("dp")))
+        x, y = tiny.batch(step)
+        tiny.token_loss(plain(x), y).backward()
+    grads = full_grads(model)
+    if dist.get_rank():
+        return 0.0
+    return max(float((grads[n] - p.grad).abs().max()) for n, p in plain.named_parameters() if p.grad is not None)

@@ -161,7 +161,7 @@ class Unnamed(nn.Module):
         self.alpha, self.beta = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.beta(self.alpha(x).relu())
+        return self.beta(self.alpha(x).softmax(-1))  # needs all columns
 
 
 class NoPlan(Plain):

@@ -104,7 +104,7 @@ def test_wrong_values(fields: dict, match: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"expert_parallel_size": 2}, {"sequence_parallel": True},
+        {"expert_parallel_size": 2},
         {"compression": {"algorithm": "onebit_adam"}}, {"max_staleness": 1}, {"compile": True}, {"fused_kernels": True},
     ],
 )  # fmt: skip

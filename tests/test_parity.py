@@ -63,3 +63,10 @@ def test_split_backward_of_unusual_stages(pool: RankPool, schedule: str) -> None
         worst = {key: max(r[key] for r in results if key in r) for key in results[0]}
         assert max(worst.values()) < 1e-5, (options, worst)
     assert max(pool.run(2, parity.odd_batches, config, deadline_s=120)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2-dp2", "tp2", "dp2-replicate", "pp2-tp2"])
+def test_gradients_that_are_not_zeroed_add_up(pool: RankPool, name: str) -> None:
+    """Finished after each step; a tied weight must not count once per stage, nor once per replica."""
+    world, config = LAYOUTS[name]
+    assert max(pool.run(world, parity.repeated, config)) < 1e-5

@@ -55,7 +55,7 @@ def test_first_example(tmp_path: Path) -> None:
 def test_support_table(row: list[str]) -> None:
     field, text, state = row[0].strip("`"), row[1], row[2]
     value = {"true": True}.get(text, int(text) if text.isdigit() else text)
-    others = {"pipeline_parallel_size": 2} if field == "schedule" else {}
+    others = {"schedule": {"pipeline_parallel_size": 2}, "sequence_parallel": {"tensor_parallel_size": 2}}.get(field, {})
     if state == "yes":
         assert getattr(HybridConfig(**others, **{field: value}), field) == value
     else:

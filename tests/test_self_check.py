@@ -34,10 +34,13 @@ def test_it_leaves_no_trace_on_npus(npu_pool: NpuPool) -> None:
     assert all(npu_pool.run(4, checked.leaves_no_trace, {**PP2, **TP2}, "npu", deadline_s=90))
 
 
-def test_a_plan_with_a_hole_is_named_by_default(pool: RankPool) -> None:
-    """A fused projection split by plain rows gives each rank the wrong heads."""
-    with pytest.raises(RankError, match=r"Self-check: the output of block 'blocks.0' differs"):
+def test_models_with_a_plan_of_the_user_are_checked_by_default(pool: RankPool) -> None:
+    """Blocks when they are split (a fused projection by plain rows has the wrong heads), the whole at the first batch."""
+    with pytest.raises(RankError, match=r"Block 'blocks.0' gives another output once it is split"):
         pool.run(2, checked.with_plan, {"tensor_parallel_plan": checked.HOLE})
+    plan = {"tensor_parallel_plan": {"*.mlp.0": "colwise", "*.mlp.2": "rowwise"}, "self_check": "auto"}
+    with pytest.raises(RankError, match="the model's output, though those of its blocks agree, differs"):
+        pool.run(2, checked.wrong_output, {**TP2, **plan}, "head")
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.apply import apply
 from ascend_core.parallel.model import ParallelModel
 from ascend_core.parallel.self_check import SelfCheck
+from ascend_core.parallel.vocabulary import vocab_parallel_cross_entropy
 
-__all__ = ["ParallelModel", "parallelize"]
+__all__ = ["ParallelModel", "parallelize", "vocab_parallel_cross_entropy"]
 
 
 def parallelize(

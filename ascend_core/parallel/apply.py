@@ -6,9 +6,7 @@ under them, activation checkpointing. Compile will go between tensor and data pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from ascend_core import _shim
 from ascend_core.config import HybridConfig
 from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
+from ascend_core.parallel.block_inputs import record_block_inputs
 from ascend_core.parallel.blocks import BlockList, deal, find_blocks, move, prune
 from ascend_core.parallel.data import shard_parameters
 from ascend_core.parallel.failures import raise_together
@@ -25,9 +24,8 @@ from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.hugging_face import check, owner
 from ascend_core.parallel.recompute import BlockRecompute
 from ascend_core.parallel.rng import StepRng
+from ascend_core.parallel.split import split_tensors
 from ascend_core.parallel.state import Names, describe
-from ascend_core.parallel.tensor import apply_tensor_parallel, expand_plan
-from ascend_core.parallel.tp_plans import auto_plan
 from ascend_core.schedule_rules import stage_owner
 
 
@@ -41,6 +39,7 @@ class Applied:
         names: Names of the unsplit model.
         rng: Random streams of a step.
         recompute: Activation checkpointing, or None.
+        summed: Names of whole parameters that get part of their gradient on every tensor-parallel rank.
     """
 
     gates: BlockGates | None
@@ -48,6 +47,7 @@ class Applied:
     names: Names
     rng: StepRng
     recompute: BlockRecompute | None = None
+    summed: frozenset[str] = frozenset()
 
 
 def apply(
@@ -85,19 +85,23 @@ def apply(
     description = describe(model)
     share_initial_values(model, device)
 
+    inputs = record_block_inputs(model, blocks.names) if blocks and mesh.size("tp") > 1 else {}
     stages = deal(blocks, mesh.size("pp") * config.num_stages_per_rank) if blocks and mesh.size("pp") > 1 else []
     local_names = list(blocks.names) if blocks else []
+    runs: list[list[str]] = []
     if stages and blocks:
         here, owners = mesh.rank("pp"), [stage_owner(config.schedule, s, mesh.size("pp")) for s in range(len(stages))]
         local = {i for s, (first, end) in enumerate(stages) if owners[s] == here for i in range(first, end)}
+        runs = [list(blocks.names[first:end]) for s, (first, end) in enumerate(stages) if owners[s] == here]
         prune(model, blocks, local, is_first=here == owners[0], is_last=here == owners[-1])
         local_names = [n for i, n in enumerate(blocks.names) if i in local]
     move(model, device)
 
+    summed: frozenset[str] = frozenset()
     if mesh.size("tp") > 1:
         error: Exception | None = None
         try:
-            _split_tensors(model, config, mesh, local_names)
+            summed = split_tensors(model, config, mesh, runs or [local_names], inputs)
         except Exception as caught:  # noqa: BLE001 - raised on every rank: stages may differ in what they can split
             error = caught
         raise_together(error)
@@ -117,7 +121,7 @@ def apply(
         gates = BlockGates(model, blocks, stages, mesh.group("pp"), rng, config.schedule, recompute)
     elif recompute is not None:
         recompute.install()
-    return Applied(gates, sharded, Names(*description, model), rng, recompute)
+    return Applied(gates, sharded, Names(*description, model), rng, recompute, summed)
 
 
 def _recompute(model: nn.Module, blocks: BlockList | None, config: HybridConfig, device: torch.device) -> BlockRecompute | None:
@@ -146,17 +150,6 @@ def _blocks(
         if mesh.size("pp") == 1 and (mesh.size("tp") == 1 or config.tensor_parallel_plan != "auto"):
             return BlockList("", (), "" if root_is_boundary else None)  # one FSDP2 unit, or a user's own plan
         raise
-
-
-def _split_tensors(model: nn.Module, config: HybridConfig, mesh: HybridMesh, local_names: list[str]) -> None:
-    if config.tensor_parallel_plan == "auto":
-        plan: Mapping[str, Any] = auto_plan(model, local_names, mesh.size("tp"), qkv_split=config.qkv_split)
-    else:
-        assert isinstance(config.tensor_parallel_plan, Mapping)
-        plan = expand_plan(model, config.tensor_parallel_plan)
-    tied = _tied(model)
-    apply_tensor_parallel(model, plan, mesh.device_mesh["tp"])
-    _tie_again(model, tied)
 
 
 def _shard_units(
@@ -207,33 +200,3 @@ def own_buffers(model: nn.Module) -> None:
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if not buffer.is_contiguous():
                 setattr(module, name, buffer.contiguous())
-
-
-def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Places that share one parameter, for every shared parameter."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(p), []).append((module, name))
-    return [spots for spots in places.values() if len(spots) > 1]
-
-
-def _tie_again(model: nn.Module, tied: list[list[tuple[nn.Module, str]]]) -> None:
-    """Sharding makes new Parameters; places that shared one must share it again, with the same placement."""
-    from torch.distributed.tensor import DTensor
-
-    for spots in tied:
-        values = [getattr(module, name) for module, name in spots]
-        if all(v is values[0] for v in values):
-            continue
-        placements = {v.placements if isinstance(v, DTensor) else None for v in values}
-        if len(placements) > 1:
-            names = {id(m): n for n, m in model.named_modules()}
-            where = ", ".join(f"{names[id(m)]}.{n}" for m, n in spots)
-            raise ModelError(
-                f"The tied parameter of {where} would be split differently in each place.",
-                "Both places use one tensor, so they need the same tensor-parallel placement.",
-                "Give both modules matching styles ('embedding' with 'colwise_gather'), or leave both out of the plan.",
-            )
-        for module, name in spots[1:]:
-            setattr(module, name, values[0])

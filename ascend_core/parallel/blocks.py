@@ -304,3 +304,9 @@ class _Dropped:
             "Modules registered after the blocks live on the last pipeline stage only.",
             "Create it in __init__ before the blocks, so that every stage keeps it.",
         )
+
+
+def stand_in(module: nn.Module) -> object | None:
+    """What :func:`prune` put in the place of a module's forward, or None."""
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, (_EmbeddingStub, _Dropped)) else None

@@ -1,54 +1,85 @@
-"""Fused projections under tensor parallel: one weight that holds q, k and v becomes parts that are sharded each.
+"""Fused projections under tensor parallel: one weight that holds q, k and v, or gate and up, becomes parts.
 
-Cutting a fused ``[q; k; v]`` weight into equal row blocks would mix the three. Here every part is a Linear of its own,
-column-sharded, and the local outputs are concatenated, so that the model's own ``chunk(3)`` still works. Saved
-checkpoints hold the original fused weight (:mod:`ascend_core.parallel.state`).
+Cutting a fused ``[q; k; v]`` weight into equal blocks would mix the three. Here every part is a module of its own,
+column-sharded, and the local outputs are concatenated, so that the model's own ``chunk(3)`` still works. The parts may
+differ in size (grouped-query attention). Weights that are interleaved head by head need none of this: equal blocks of
+them are whole heads. Saved checkpoints hold the original fused weight (:mod:`ascend_core.parallel.state`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ascend_core.errors import ModelError
+from ascend_core.parallel.projections import Projection, matmul
 
 PARTS = ("q", "k", "v")
 
 
+class ProjectionPart(nn.Module):
+    """Some of the output columns of a fused projection, with the weight in the same memory order.
+
+    Args:
+        weight: ``(out, in)``, or ``(in, out)`` with ``out_dim`` 1.
+        bias: ``(out,)`` or None.
+        out_dim: The dim of ``weight`` that counts output columns.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, out_dim: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.out_dim = weight, bias, out_dim
+
+    @property
+    def projection(self) -> Projection:
+        """Its description."""
+        return Projection(self, self.weight.shape[1 - self.out_dim], self.weight.shape[self.out_dim], self.out_dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``(*, in)`` to ``(*, out)``."""
+        return matmul(x, self.weight, self.bias, self.out_dim)
+
+
 def _add_parts(
-    owner: nn.Module, names: Sequence[str], sizes: Sequence[int], weight: torch.Tensor, bias: torch.Tensor | None
+    owner: nn.Module,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dim: int = 0,
 ) -> None:
-    """Give ``owner`` one Linear per part of a fused weight; frozen stays frozen, weight and bias each for itself."""
+    """Give ``owner`` one module per part of a fused weight; frozen stays frozen, weight and bias each for itself."""
     biases = bias.split(list(sizes)) if bias is not None else [None] * len(sizes)
-    for name, w, b in zip(names, weight.split(list(sizes)), biases, strict=True):
-        linear = nn.Linear(w.shape[1], w.shape[0], bias=b is not None, device="meta", dtype=w.dtype)
-        linear.weight = nn.Parameter(w.detach().clone(), requires_grad=weight.requires_grad)
-        if b is not None and bias is not None:
-            linear.bias = nn.Parameter(b.detach().clone(), requires_grad=bias.requires_grad)
-        owner.add_module(name, linear)
+    for name, w, b in zip(names, weight.split(list(sizes), dim=out_dim), biases, strict=True):
+        part = nn.Parameter(w.detach().clone(memory_format=torch.contiguous_format), requires_grad=weight.requires_grad)
+        part_bias = None if b is None or bias is None else nn.Parameter(b.detach().clone(), requires_grad=bias.requires_grad)
+        owner.add_module(name, ProjectionPart(part, part_bias, out_dim))
 
 
 class FusedColumnLinear(nn.Module):
-    """``y = [x Wq^T; x Wk^T; x Wv^T]`` with each part a Linear that can be column-sharded.
+    """``y = [x W1; x W2; ...]`` with each part a module that can be split by columns.
 
     Args:
-        linear: The fused Linear, weight ``(sum of sizes, in)``.
-        sizes: Rows of each part.
+        projection: The fused projection.
+        sizes: Output columns of each part, e.g. those of q, k and v.
 
     Shape:
-        input ``(*, in)``; output ``(*, local rows of q + k + v)``.
+        input ``(*, in)``; output ``(*, local columns of all parts)``.
     """
 
-    def __init__(self, linear: nn.Linear, sizes: Sequence[int]) -> None:
+    def __init__(self, projection: Projection, sizes: Sequence[int]) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        fused: Any = projection.module
+        self.in_features, self.out_features = projection.in_features, projection.out_features
         self.parts = tuple(PARTS[i] if len(sizes) == 3 else f"part{i}" for i in range(len(sizes)))
-        _add_parts(self, self.parts, sizes, linear.weight, linear.bias)
+        _add_parts(self, self.parts, sizes, fused.weight, fused.bias, projection.out_dim)
         self.fused_parameters = {"weight": tuple(f"{p}.weight" for p in self.parts)}
-        if linear.bias is not None:
+        self.fused_dims = {"weight": projection.out_dim}
+        if fused.bias is not None:
             self.fused_parameters["bias"] = tuple(f"{p}.bias" for p in self.parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

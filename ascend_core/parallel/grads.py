@@ -7,7 +7,7 @@ are summed over those stages; FSDP2 reduces its shards; everything else is avera
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,6 +33,7 @@ class GradientFinisher:
         shards: Shards of the parameters under ZeRO-1, or None.
         contiguous: Keep gradients in flat buckets from the moment they are made.
         overlap: Average over the replicas while backward still runs.
+        summed: Names of whole parameters whose gradient is a part on every tensor-parallel rank, kept as ranks x part.
 
     Communication:
         Building it: one object all-gather over the pipeline group, and process groups for tied weights.
@@ -45,10 +46,11 @@ class GradientFinisher:
         sharded: Sequence[nn.Module] = (),
         shards: OptimizerShards | None = None,
         *,
+        summed: Collection[str] = (),
         contiguous: bool = False,
         overlap: bool = False,
     ) -> None:
-        self.overlap = overlap
+        self.overlap, self.summed = overlap, frozenset(summed)
         self.mesh, self.parameters, self.sharded = mesh, dict(parameters), list(sharded)
         self.shards, self.contiguous = shards, contiguous
         self.first_holder: dict[int, bool] = {}
@@ -60,7 +62,9 @@ class GradientFinisher:
         self._trained: tuple[bool, ...] = ()
         self._shared: list[GradientReducer] = []
         self._kept: list[GradientReducer] = []
-        self._average: GradientReducer | None = None
+        self._averages: list[GradientReducer] = []
+        self._sum_parts: GradientReducer | None = None
+        self._finished_copies = False
         self._build()
 
     def _build(self) -> None:
@@ -76,9 +80,18 @@ class GradientFinisher:
         partitioned = self.shards.cuts if self.shards is not None and self.shards.partition else {}
         replicated = [p for p in whole if id(p) not in partitioned]
         dp = self.mesh.size("dp")
-        average = GradientReducer(replicated, self.mesh.group("dp"), dp, contiguous=self.contiguous, overlap=self.overlap)
-        self._kept = [average, GradientReducer([p for p in whole if id(p) in partitioned], None, contiguous=self.contiguous)]
-        self._average = average if dp > 1 else None
+        parts = [p for n, p in self.parameters.items() if p.requires_grad and n in self.summed]
+        self._sum_parts = GradientReducer(parts, self.mesh.group("tp"), self.mesh.size("tp")) if parts else None
+        late = {id(p) for p in parts}  # summed over tensor-parallel ranks first, so not to be sent during backward
+        self._averages = [
+            GradientReducer(members, self.mesh.group("dp"), dp, contiguous=self.contiguous, overlap=overlap)
+            for members, overlap in (
+                ([p for p in replicated if id(p) not in late], self.overlap),
+                ([p for p in replicated if id(p) in late], False),
+            )
+        ]
+        others = [p for p in whole if id(p) in partitioned]
+        self._kept = [*self._averages, GradientReducer(others, None, contiguous=self.contiguous)]
 
     @contextmanager
     def gradients_elsewhere(self) -> Iterator[None]:
@@ -93,9 +106,22 @@ class GradientFinisher:
 
     def arm(self) -> None:
         """Announce that :meth:`finish` follows the next backward, so that gradients may travel while it runs."""
-        if self._average is not None:
-            self._build()
-            self._average.arm()
+        self._build()
+        if self.mesh.size("dp") > 1:
+            for reducer in self._averages:
+                reducer.arm()
+
+    def drop_finished_copies(self) -> None:
+        """Before another backward: of a tied weight's finished gradient only the first stage's copy goes on to add up.
+
+        Otherwise gradients that are not zeroed between two finishes would be counted once for every stage.
+        """
+        if self._finished_copies:
+            for _, held in self._holders:
+                for p in held:
+                    if not self.first_holder.get(id(p), True):
+                        p.grad = None
+        self._finished_copies = False
 
     def keep(self) -> None:
         """Move gradients that were made elsewhere into the buckets, if gradients are kept there."""
@@ -119,8 +145,12 @@ class GradientFinisher:
         for reducer in self._shared:
             reducer()
         _shim.reduce_accumulated_gradients(self.sharded)
-        if self._average is not None:
-            self._average()
+        if self._sum_parts is not None:
+            self._sum_parts()
+        if self.mesh.size("dp") > 1:
+            for reducer in self._averages:
+                reducer()
+        self._finished_copies = bool(self._holders)
         if self.shards is not None:
             self.shards.take_gradients()
 

@@ -68,6 +68,7 @@ class ParallelModel(WholeState):
             mesh,
             deferred,
             self._shards,
+            summed=applied.summed,
             contiguous=config.contiguous_gradients is True,
             overlap=applied.gates is None and config.overlap_gradients is not False,
         )
@@ -131,6 +132,7 @@ class ParallelModel(WholeState):
     ) -> tuple[torch.Tensor, Any]:
         """Run a user's step; see :meth:`PipelineRunner.forward_backward`. Gradients are not finished."""
         self.check_first_batch(step_fn, batch)
+        self._finisher.drop_finished_copies()
         if self.runner is not None:
             return self.runner.forward_backward(
                 step_fn, batch, scale=scale, weight_fn=weight_fn, reduction=reduction, payload=payload
@@ -203,6 +205,7 @@ class ParallelModel(WholeState):
 
     def add_gradients(self, stash: GradientStash) -> None:
         """Add stashed gradients to ``.grad``."""
+        self._finisher.drop_finished_copies()
         for name, grad in stash.grads.items():
             p = self.named[name]
             if grad is not None:

@@ -72,6 +72,52 @@ class StepRng:
         np.random.seed(seed % 2**32)
 
 
+class RegionRng:
+    """Random numbers inside a region whose activations are spread over tensor-parallel ranks.
+
+    Ranks of one tensor-parallel group draw the same numbers elsewhere (their activations are copies); inside, each works
+    on its own heads or tokens and must draw its own. The seed of the inside comes from one number of the outside stream,
+    so a recomputation that puts the outside stream back draws the same again.
+
+    Args:
+        rank: Tensor-parallel rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._outside: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def enter(self, training: bool) -> None:
+        """Switch to the region's stream; nothing happens outside of training."""
+        self._outside = None
+        if not training:
+            return
+        drawn = int(torch.randint(2**62, (), device="cpu"))
+        device = _device_module()
+        self._outside = (torch.get_rng_state(), device.get_rng_state() if device else None)
+        text = repr((drawn, self.rank)).encode()
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        torch.default_generator.manual_seed(seed)
+        if device:
+            device.manual_seed(seed)
+
+    def leave(self) -> None:
+        """Switch back to the outside stream, where it was left."""
+        if self._outside is not None:
+            cpu, other = self._outside
+            self._outside = None
+            torch.set_rng_state(cpu)
+            device = _device_module()
+            if device and other is not None:
+                device.set_rng_state(other)
+
+
+def _device_module() -> Any:
+    """The accelerator's module with a random generator, or None on a machine without one."""
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.get_device_module(accelerator) if accelerator is not None else None
+
+
 def generator_states(device: torch.device) -> tuple[Any, ...]:
     """States of all generators that a model may draw from: torch's on the CPU and the device, Python's, NumPy's."""
     own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()

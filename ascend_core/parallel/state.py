@@ -41,10 +41,12 @@ class Names:
         self.full, self.parameters, self.ties = full, parameters, ties
         self.parts: dict[str, tuple[str, int]] = {}
         self.fused: dict[str, tuple[str, ...]] = {}
+        self.fused_dims: dict[str, int] = {}
         for prefix, module in root.named_modules():
             dot = f"{prefix}." if prefix else ""
             for name, parts in getattr(module, "fused_parameters", {}).items():
                 self.fused[dot + name] = tuple(dot + p for p in parts)
+                self.fused_dims[dot + name] = getattr(module, "fused_dims", {}).get(name, 0)
                 self.parts.update({dot + p: (dot + name, i) for i, p in enumerate(parts)})
 
     def original(self, name: str) -> str:
@@ -56,15 +58,15 @@ class Names:
         merged = {n: t for n, t in state.items() if n not in self.parts}
         for name, parts in self.fused.items():
             if parts[0] in state:
-                merged[name] = torch.cat([state[p] for p in parts])
+                merged[name] = torch.cat([state[p] for p in parts], dim=self.fused_dims[name])
         return merged
 
     def split(self, name: str, tensor: torch.Tensor, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Cut a fused tensor into its parts; any other goes through."""
         if name not in self.fused:
             return {name: tensor}
-        parts = self.fused[name]
-        return dict(zip(parts, tensor.split([local[p].shape[0] for p in parts]), strict=True))
+        parts, dim = self.fused[name], self.fused_dims[name]
+        return dict(zip(parts, tensor.split([local[p].shape[dim] for p in parts], dim=dim), strict=True))
 
     def ordered(self, names: Iterable[str]) -> list[str]:
         """Sort names in the unsplit model's order."""

@@ -1,239 +1,201 @@
-"""Find a tensor-parallel plan by looking at the blocks, and prove each split before it is used.
+"""Find a tensor-parallel plan by running the blocks, and prove each split before it is used.
 
-Candidates come from the names that model families use for their projections. A candidate is split (columns stay on
-their rank between the two projections) only if a dry run of the block shows that the pieces put together are exactly
-the unsplit values; otherwise the same weights are sharded but the activations in between are gathered, which is right
-for any code and saves the same memory.
+A dry run of a block shows in which order it calls its projections. Projections followed by another are a candidate
+region; it is split (columns stay on their rank between them) only if a second dry run shows that the pieces put together
+are exactly the unsplit values (:mod:`ascend_core.parallel.tp_proof`). Projections that are in no such region, but are
+known by name or by the model's own plan, are sharded with their activations gathered, which is right for any code and
+saves the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ascend_core.errors import ConfigError
+from ascend_core.parallel.block_inputs import BlockInput, plain_input
+from ascend_core.parallel.dry_run import signature
+from ascend_core.parallel.hf_plans import declared_styles
+from ascend_core.parallel.projections import as_projection
+from ascend_core.parallel.tp_proof import Proof, called_projections, prove_split
+from ascend_core.parallel.tp_styles import SplitRegion, TensorPlan
 
-_COLUMNS = tuple(
-    tuple(names.split())
-    for names in (
-        "q_proj k_proj v_proj",
-        "wq wk wv",
-        "query key value",
-        "to_q to_k to_v",
-        "q k v",
-        "gate_proj up_proj",
-        "w1 w3",
-        *"up_proj up c_fc fc1 fc_in linear1 wi dense_h_to_4h".split(),
-    )
+_COLUMNS = frozenset(
+    "q_proj k_proj v_proj wq wk wv query key value to_q to_k to_v q k v gate_proj up_proj w1 w3 wi wi_0 wi_1 up c_fc fc1 fc_in "
+    "linear1 dense_h_to_4h qkv c_attn wqkv Wqkv query_key_value qkv_proj in_proj gate_up_proj".split()
 )
-_FUSED = ("qkv", "c_attn", "wqkv", "Wqkv", "query_key_value", "qkv_proj", "in_proj")
-_ROWS = tuple("o_proj out_proj wo c_proj proj to_out dense o out down_proj down w2 fc2 fc_out linear2 dense_4h_to_h".split())
-_HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads", "num_key_value_heads", "n_kv_heads")
+_ROWS = frozenset(
+    "o_proj out_proj wo c_proj proj to_out dense o out down_proj down w2 fc2 fc_out linear2 dense_4h_to_h".split()
+)
+_ATTENTION = frozenset("q_proj wq query to_q q qkv c_attn wqkv Wqkv query_key_value qkv_proj in_proj".split())
+_LONGEST_REGION = 4
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Projections into and out of one region of a block.
-
-    Attributes:
-        parent: Name of the module that holds them, relative to the block.
-        columns: Their names, relative to the parent.
-        row: Name of the projection out.
-        fused: The column projection holds q, k and v.
-    """
-
-    parent: str
-    columns: tuple[str, ...]
-    row: str
-    fused: bool
+class _BlockPlan:
+    plan: TensorPlan
+    proofs: tuple[tuple[str, Proof], ...]
+    gathered: tuple[str, ...]
 
 
-def auto_plan(root: nn.Module, block_names: list[str], tp_size: int, *, qkv_split: str = "column") -> dict[str, Any]:
-    """Plan every block of a model.
+def auto_plan(
+    root: nn.Module,
+    block_names: list[str],
+    tp_size: int,
+    *,
+    qkv_split: str = "column",
+    inputs: Mapping[str, BlockInput] | None = None,
+) -> TensorPlan:
+    """Plan every block of a model, and its embedding and head if the model's own plan names them.
 
     Args:
         root: The model; blocks of other stages may be hollow and are passed over.
         block_names: Names of the local blocks.
         tp_size: Tensor-parallel ranks.
         qkv_split: ``"heads"`` refuses attention that can only be gathered.
+        inputs: What the blocks are called with, from :func:`record_block_inputs`.
 
     Returns:
-        Module name to style. Attributes that count heads are divided on the modules that are split by heads.
+        The plan. Head counts and widths are divided on the modules that are split by heads.
 
     Raises:
         ConfigError: A block in which nothing can be split, or attention that only gathers under ``"heads"``.
     """
-    plan: dict[str, Any] = {}
+    declared = declared_styles(root)
+    plan = TensorPlan()
+    known: dict[Any, _BlockPlan] = {}
     for name in block_names:
         block = root.get_submodule(name)
         if not any(True for _ in block.parameters()):
             continue
-        found = _known_layer(block) or _plan_block(block, tp_size, qkv_split, name)
-        if not found and any(isinstance(m, nn.Linear) for m in block.modules()) and not _is_plain(block):
-            raise ConfigError(
-                f"No tensor-parallel plan was found for block {name!r} ({type(block).__name__}).",
-                "None of its projections has a name or a shape that is known.",
-                "Give tensor_parallel_plan={'*.my_linear': 'colwise', ...}; see docs/tensor_parallel.md.",
-            )
-        plan.update({f"{name}.{k}" if k else name: v for k, v in found.items()})
-    if not plan:
+        kind = signature(block)
+        if kind not in known:
+            known[kind] = _plan_block(block, (inputs or {}).get(name), tp_size, _below(declared, name))
+        found = known[kind]
+        _check(found, block, name, tp_size, qkv_split)
+        for scope, proof in found.proofs:
+            for attribute, value in proof.attributes.items():
+                setattr(block.get_submodule(scope), attribute, value)
+        plan.add(found.plan, name)
+    if not plan.styles:
         raise ConfigError(
             f"tensor_parallel_size={tp_size}, but no block has anything to split.",
             "Running it would repeat the same work on every tensor-parallel rank.",
             "Give a tensor_parallel_plan, or set tensor_parallel_size=1.",
         )
+    plan.styles.update(_around(root, block_names, declared, tp_size))
     return plan
 
 
-def _is_plain(block: nn.Module) -> bool:
-    """A lone Linear or activation (a child of an nn.Sequential) is no region that could be split."""
-    return not any(True for _ in block.children())
+def _check(found: _BlockPlan, block: nn.Module, name: str, tp_size: int, qkv_split: str) -> None:
+    plain = not any(True for _ in block.children())  # a lone Linear or activation (a child of an nn.Sequential)
+    if not found.plan.styles and not plain and any(as_projection(m) is not None for m in block.modules()):
+        raise ConfigError(
+            f"No tensor-parallel plan was found for block {name!r} ({type(block).__name__}).",
+            "None of its projections has a name or a shape that is known.",
+            "Give tensor_parallel_plan={'*.my_linear': 'colwise', ...}; see docs/tensor_parallel.md.",
+        )
+    if qkv_split == "heads" and any(g.rpartition(".")[2] in _ATTENTION for g in found.gathered):
+        raise ConfigError(
+            f"qkv_split='heads': the attention of block {name!r} cannot be split by heads over {tp_size} ranks.",
+            "Its heads do not divide, or its code depends on the full width.",
+            "Use qkv_split='column', which shards the weights and gathers the activations.",
+        )
 
 
-def _known_layer(block: nn.Module) -> dict[str, Any]:
-    if isinstance(block, nn.TransformerEncoderLayer):
-        return {"self_attn": "attention", "linear1": "colwise", "linear2": "rowwise"}
+def _known_layer(block: nn.Module) -> TensorPlan | None:
+    attention = ["self_attn"] if isinstance(block, nn.TransformerEncoderLayer) else []
     if isinstance(block, nn.TransformerDecoderLayer):
-        return {"self_attn": "attention", "multihead_attn": "attention", "linear1": "colwise", "linear2": "rowwise"}
-    return {}
-
-
-def _plan_block(block: nn.Module, tp_size: int, qkv_split: str, block_name: str) -> dict[str, Any]:
-    plan: dict[str, Any] = {}
-    for candidate in _candidates(block):
-        prefix = f"{candidate.parent}." if candidate.parent else ""
-        split = _split_works(block, candidate, tp_size)
-        if not split and qkv_split == "heads" and (candidate.fused or len(candidate.columns) == 3):
-            raise ConfigError(
-                f"qkv_split='heads': the attention of block {block_name!r} cannot be split by heads over {tp_size} ranks.",
-                "Its heads do not divide, or its code depends on the full width.",
-                "Use qkv_split='column', which shards the weights and gathers the activations.",
-            )
-        for column in candidate.columns:
-            plan[prefix + column] = ("fused_colwise" if candidate.fused else "colwise") if split else "colwise_gather"
-        plan[prefix + candidate.row] = "rowwise" if split else "rowwise_split"
-    return plan
-
-
-def _candidates(block: nn.Module) -> Iterator[Candidate]:
-    for parent_name, parent in block.named_modules():
-        linears = {n: m for n, m in parent.named_children() if isinstance(m, nn.Linear)}
-        if isinstance(parent, nn.Sequential):
-            if len(linears) == 2:
-                first, second = linears
-                if linears[first].out_features == linears[second].in_features:
-                    yield Candidate(parent_name, (first,), second, fused=False)
-            continue
-        row = next((n for n in _ROWS if n in linears), None)
-        if row is None:
-            continue
-        fused = next((n for n in _FUSED if n in linears and linears[n].out_features == 3 * linears[row].in_features), None)
-        columns = next((c for c in _COLUMNS if all(n in linears for n in c) and row not in c), None)
-        if fused is not None:
-            yield Candidate(parent_name, (fused,), row, fused=True)
-        elif columns is not None:
-            yield Candidate(parent_name, columns, row, fused=False)
-
-
-class _SeenError(Exception):
-    """Carries the row projection's input out of a dry run."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        super().__init__()
-        self.value = value
-
-
-def _split_works(block: nn.Module, candidate: Candidate, tp_size: int) -> bool:
-    """Dry-run the block whole and in pieces; leave head counts divided if that is what makes the pieces right."""
-    parent = block.get_submodule(candidate.parent)
-    columns = [parent.get_submodule(n) for n in candidate.columns]
-    row = parent.get_submodule(candidate.row)
-    parts = 3 if candidate.fused else 1
-    if any(int(c.out_features) % (parts * tp_size) for c in columns) or int(row.in_features) % tp_size:  # type: ignore[arg-type]
-        return False
-    if any(True for _ in parent.parameters(recurse=False)):
-        return False  # a bare parameter between the projections would get a partial gradient
-    weight: Any = columns[0].weight
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 6, weight.shape[1], generator=generator).to(weight)
-    outputs = [torch.randn(2, 6, int(c.out_features), generator=generator).to(x) for c in columns]  # type: ignore[arg-type]
-    counts = {n: v for n in _HEAD_COUNTS if isinstance(v := getattr(parent, n, None), int)}
-    whole = _row_input(block, parent, columns, row, x, outputs)
-    if whole is None:
-        return False
-    for divided in [{}, {n: v // tp_size for n, v in counts.items() if v % tp_size == 0}] if counts else [{}]:
-        pieces = []
-        for rank in range(tp_size):
-            local = [_columns_of(o, rank, tp_size, parts) for o in outputs]
-            with _attributes(parent, divided):
-                pieces.append(_row_input(block, parent, columns, row, x, local))
-        if all(p is not None for p in pieces):
-            joined = torch.cat([p for p in pieces if p is not None], dim=-1)
-            if joined.shape == whole.shape and torch.allclose(joined, whole, rtol=1e-4, atol=1e-5):
-                for name, value in divided.items():
-                    setattr(parent, name, value)
-                return True
-    return False
-
-
-def _columns_of(output: torch.Tensor, rank: int, tp_size: int, parts: int) -> torch.Tensor:
-    return torch.cat([part.chunk(tp_size, dim=-1)[rank] for part in output.chunk(parts, dim=-1)], dim=-1)
-
-
-def _row_input(
-    block: nn.Module, parent: nn.Module, columns: list[nn.Module], row: nn.Module, x: torch.Tensor, outputs: list[torch.Tensor]
-) -> torch.Tensor | None:
-    """Run a block with the columns' outputs replaced; return what reaches the row projection, None if it cannot be told."""
-    started = [False]
-    between: list[nn.Module] = []
-
-    def replace(index: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> torch.Tensor:
-            started[0] = True
-            return outputs[index]
-
-        return hook
-
-    def stop(module: nn.Module, args: Any) -> None:
-        raise _SeenError(args[0])
-
-    def watch(module: nn.Module, args: Any) -> None:
-        if started[0] and any(True for _ in module.parameters(recurse=False)):
-            between.append(module)
-
-    hooks = [c.register_forward_hook(replace(i)) for i, c in enumerate(columns)]
-    hooks += [row.register_forward_pre_hook(stop)]
-    inside = [m for m in block.modules() if m is not row and m not in columns]
-    hooks += [m.register_forward_pre_hook(watch) for m in inside]
-    modes = {m: m.training for m in block.modules()}
-    block.eval()
-    try:
-        with torch.no_grad():
-            block(x)
-    except _SeenError as seen:
-        return None if between else seen.value
-    except Exception:  # noqa: BLE001 - any failure of the dry run means: not proven, so the split is not used
+        attention = ["self_attn", "multihead_attn"]
+    if not attention:
         return None
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
+    styles = {**dict.fromkeys(attention, "attention"), "linear1": "colwise", "linear2": "rowwise"}
+    return TensorPlan(dict(styles), [SplitRegion(("linear1",), "linear2", "")])
+
+
+def _plan_block(block: nn.Module, given: BlockInput | None, tp_size: int, declared: Mapping[str, str]) -> _BlockPlan:
+    known = _known_layer(block)
+    if known is not None:
+        return _BlockPlan(known, (), ())
+    plan, proofs = TensorPlan(), []
+    given = given or plain_input(block)
+    device = next(block.parameters()).device
+    given = given.to(device) if given is not None else None
+    called = called_projections(block, given) if given is not None else None
+    first = 0
+    while given is not None and called is not None and first < len(called) - 1:
+        found = _region_at(block, given, called, first, tp_size)
+        if found is None:
+            first += 1
+            continue
+        last, proof = found
+        columns, row = tuple(called[first:last]), called[last]
+        scope = columns[0].rpartition(".")[0]
+        plan.styles.update({**proof.styles, row: "rowwise"})
+        plan.regions.append(SplitRegion(columns, row, scope))
+        plan.summed += proof.summed
+        proofs.append((scope, proof))
+        first = last + 1
+    gathered = _gathered(block, plan, declared)
+    plan.styles.update(gathered)
+    return _BlockPlan(plan, tuple(proofs), tuple(n for n, s in gathered.items() if s == "colwise_gather"))
+
+
+def _region_at(block: nn.Module, given: BlockInput, called: list[str], first: int, size: int) -> tuple[int, Proof] | None:
+    for last in range(first + 1, min(first + _LONGEST_REGION, len(called))):
+        proof = prove_split(block, given, tuple(called[first:last]), called[last], size)
+        if proof is not None:
+            return last, proof
     return None
 
 
-@contextmanager
-def _attributes(module: nn.Module, values: dict[str, int]) -> Iterator[None]:
-    saved = {n: getattr(module, n) for n in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(module, name, value)
+def _gathered(block: nn.Module, plan: TensorPlan, declared: Mapping[str, str]) -> dict[str, str]:
+    styles: dict[str, str] = {}
+    for name, module in block.named_modules():
+        if as_projection(module) is None or name in plan.styles:
+            continue
+        leaf, style = name.rpartition(".")[2], declared.get(name, "")
+        if leaf in _COLUMNS or "col" in style:
+            styles[name] = "colwise_gather"
+        elif leaf in _ROWS or "row" in style:
+            styles[name] = "rowwise_split"
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Sequential) and not styles and not plan.styles:
+            linears = [f"{name}.{n}" if name else n for n, m in module.named_children() if as_projection(m) is not None]
+            if len(linears) == 2:
+                styles.update({linears[0]: "colwise_gather", linears[1]: "rowwise_split"})
+    return styles
+
+
+def _around(root: nn.Module, block_names: list[str], declared: Mapping[str, str], size: int) -> dict[str, str]:
+    """Styles of embedding and head that the model's own plan names and that fit."""
+    styles = {}
+    for name, style in declared.items():
+        if style not in ("embedding", "colwise_gather") or any(name.startswith(f"{b}.") for b in block_names):
+            continue
+        module = root.get_submodule(name)
+        if style == "embedding":
+            fits = type(module).forward is nn.Embedding.forward and module.num_embeddings % size == 0  # type: ignore[operator]
+        else:
+            projection = as_projection(module)
+            fits = projection is not None and projection.out_features % size == 0
+        if fits:
+            styles[name] = style
+    return _without_half_ties(root, styles)
+
+
+def _without_half_ties(root: nn.Module, styles: dict[str, str]) -> dict[str, str]:
+    """Drop modules that share a weight with one that is not split."""
+    holders: dict[int, list[str]] = {}
+    for name, module in root.named_modules():
+        for p in module.parameters(recurse=False):
+            holders.setdefault(id(p), []).append(name)
+    halves = {n for names in holders.values() if len(names) > 1 and not all(n in styles for n in names) for n in names}
+    return {n: s for n, s in styles.items() if n not in halves}
+
+
+def _below(styles: Mapping[str, str], prefix: str) -> dict[str, str]:
+    return {n[len(prefix) + 1 :]: s for n, s in styles.items() if n.startswith(f"{prefix}.")}
