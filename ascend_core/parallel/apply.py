@@ -6,7 +6,7 @@ Activation checkpointing and compile will go between tensor and data parallel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,11 @@ from torch import nn
 
 from ascend_core import _shim
 from ascend_core.config import HybridConfig
-from ascend_core.errors import ModelError
+from ascend_core.errors import ConfigError, ModelError
 from ascend_core.mesh import HybridMesh
-from ascend_core.parallel.blocks import BlockList, deal, find_blocks, prune
+from ascend_core.parallel.balance import cut_blocks
+from ascend_core.parallel.block_costs import BlockCosts
+from ascend_core.parallel.blocks import BlockList, find_blocks, prune
 from ascend_core.parallel.data import shard_parameters
 from ascend_core.parallel.failures import raise_together
 from ascend_core.parallel.gates import BlockGates
@@ -54,6 +56,7 @@ def apply(
     *,
     pipeline_module: str = "auto",
     root_is_boundary: bool = True,
+    stage_cuts: Sequence[int] | BlockCosts | None = None,
 ) -> Applied:
     """Spread a model in place.
 
@@ -64,6 +67,7 @@ def apply(
         device: This rank's device.
         pipeline_module: Name of the module whose call is pipelined, or ``"auto"``.
         root_is_boundary: The model's own call is the pipelined one.
+        stage_cuts: See :func:`ascend_core.parallel.parallelize`.
 
     Returns:
         The pieces a step needs.
@@ -77,7 +81,7 @@ def apply(
     description = describe(model)
     share_initial_values(model, device)
 
-    stages = deal(blocks, mesh.size("pp") * config.num_stages_per_rank) if blocks and mesh.size("pp") > 1 else []
+    stages = _stages(model, blocks, config, mesh.size("pp"), stage_cuts)
     local_names = list(blocks.names) if blocks else []
     if stages and blocks:
         here, owners = mesh.rank("pp"), [stage_owner(config.schedule, s, mesh.size("pp")) for s in range(len(stages))]
@@ -119,6 +123,19 @@ def _blocks(
         if mesh.size("pp") == 1 and (mesh.size("tp") == 1 or config.tensor_parallel_plan != "auto"):
             return BlockList("", (), "" if root_is_boundary else None)  # one FSDP2 unit, or a user's own plan
         raise
+
+
+def _stages(
+    model: nn.Module, blocks: BlockList | None, config: HybridConfig, pp: int, wish: Sequence[int] | BlockCosts | None
+) -> list[tuple[int, int]]:
+    """``(first, one past last)`` block of every stage; none without a pipeline."""
+    if pp > 1 and blocks is not None:
+        return cut_blocks(model, blocks, pp * config.num_stages_per_rank, config.schedule, pp, wish)
+    if wish is not None:
+        raise ConfigError(
+            "stage_cuts without a pipeline.", "It would be ignored.", "Set pipeline_parallel_size above 1, or leave it out."
+        )
+    return []
 
 
 def _split_tensors(model: nn.Module, config: HybridConfig, mesh: HybridMesh, local_names: list[str]) -> None:

@@ -118,7 +118,12 @@ def deal(blocks: BlockList, num_stages: int) -> list[tuple[int, int]]:
             f"Each stage needs a block; the most stages this model allows is {n}: {', '.join(blocks.names)}.",
             f"Set pipeline_parallel_size to at most {n} (or 'auto'), or lower stages_per_rank.",
         )
-    return [(n * s // num_stages, n * (s + 1) // num_stages) for s in range(num_stages)]
+    return equal_cut(n, num_stages)
+
+
+def equal_cut(num_blocks: int, num_stages: int) -> list[tuple[int, int]]:
+    """``(first, one past last)`` block of every stage, numbers as equal as possible."""
+    return [(num_blocks * s // num_stages, num_blocks * (s + 1) // num_stages) for s in range(num_stages)]
 
 
 def hollow(drop: list[nn.Module], root: nn.Module) -> None:
