@@ -6,6 +6,7 @@ runs by loops instead of lists, are written down by the rule of their loops. Not
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -112,6 +113,7 @@ def actions(schedule: str, num_ranks: int, num_microbatches: int, stages_per_ran
     return [[a for step in rank for a in step] for rank in _steps(schedule, num_ranks, num_microbatches, chunks)]
 
 
+@functools.lru_cache(maxsize=32)
 def _steps(schedule: str, num_ranks: int, m: int, chunks: int) -> list[list[Step]]:
     if schedule == "GPipe":
         return [[(Action(r, kind, i),) for kind in "FB" for i in range(m)] for r in range(num_ranks)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,16 +49,22 @@ class Question:
     head_cost: float = 0.0
     cut: str = "balanced"
 
-    def answers(self) -> Iterator[tuple[str, Simulation | ConfigError]]:
-        """Simulate each schedule that is asked for; of all schedules, some may not run with these numbers."""
-        if self.schedule != "all":
-            yield self.schedule, self.simulate(self.schedule)
-            return
-        for name in SCHEDULES:
+    def answers(self) -> dict[str, Simulation | ConfigError]:
+        """Simulate each schedule that is asked for; of all schedules, some may not run with these numbers.
+
+        Raises:
+            ConfigError: None of them runs.
+        """
+        found: dict[str, Simulation | ConfigError] = {}
+        for name in SCHEDULES if self.schedule == "all" else (self.schedule,):
             try:
-                yield name, self.simulate(name)
+                found[name] = self.simulate(name)
             except ConfigError as error:
-                yield name, error
+                found[name] = error
+        errors = [answer for answer in found.values() if isinstance(answer, ConfigError)]
+        if len(errors) == len(found):
+            raise errors[0]
+        return found
 
     def simulate(self, schedule: str) -> Simulation:
         """Simulate one schedule.
@@ -109,10 +115,10 @@ class Question:
         return idle / (self.num_microbatches * (f + i + w) + idle)
 
 
-def table(question: Question) -> str:
-    """Answer as a table in Markdown."""
+def table(question: Question, answers: Mapping[str, Simulation | ConfigError]) -> str:
+    """Write answers as a table in Markdown."""
     rows = [list(_HEADER)]
-    for name, run in question.answers():
+    for name, run in answers.items():
         if isinstance(run, ConfigError):
             rows.append([name, "-", "-", "-", "-", f"cannot run: {run.why or run.what}"])
             continue
@@ -163,6 +169,8 @@ def question_from(options: argparse.Namespace) -> Question:
         if chunks is None and config.stages_per_rank != "auto":
             chunks = int(config.stages_per_rank)
     forward = options.forward_ms
+    if forward <= 0:
+        raise ConfigError(f"--forward-ms {forward}: must be above 0.", "", "Give milliseconds.")
 
     def seconds(value: float | None) -> float:
         return (forward if value is None else value) / 1e3
@@ -192,12 +200,12 @@ def run(options: argparse.Namespace) -> str:
         ConfigError: See :func:`question_from`; or the page cannot be written.
     """
     question = question_from(options)
-    text = table(question)
+    answers = question.answers()
     if options.timeline is not None:
         title = f"{question.num_ranks} pipeline ranks, {question.num_microbatches} microbatches"
         charts = {
             f"{name}: bubble {100 * r.bubble:.1f} %, makespan {1e3 * r.makespan_s:.2f} ms": r.actions
-            for name, r in question.answers()
+            for name, r in answers.items()
             if isinstance(r, Simulation)
         }
         try:
@@ -206,4 +214,4 @@ def run(options: argparse.Namespace) -> str:
             raise ConfigError(
                 f"Cannot write {options.timeline}.", str(error), "Give a file in a folder that exists."
             ) from error
-    return text
+    return table(question, answers)

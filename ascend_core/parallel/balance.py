@@ -15,14 +15,19 @@ from torch import nn
 from ascend_core.errors import ConfigError
 from ascend_core.parallel.block_costs import BlockCosts, Cut, estimated_costs
 from ascend_core.parallel.blocks import BlockList, deal, equal_cut
+from ascend_core.schedule import Simulation, simulate
 from ascend_core.schedule_rules import stage_owner
+
+_SIMULATED_STAGES = 8
+"""Cuts of more stages are not simulated: there are too many, and the gain is small."""
 
 
 def balance(costs: BlockCosts, num_stages: int, schedule: str, pipeline_size: int) -> Cut:
     """Find the cut whose most expensive stage is cheapest.
 
-    Of the cuts with the same most expensive stage, ranks with several stages (the V schedules' first rank has the first
-    and the last one) are evened out; of what is still equal, earlier stages, which hold more microbatches, get fewer blocks.
+    Of the cuts with the same most expensive stage it takes, in this order, the one that loads ranks most evenly (the V
+    schedules' first rank has the first and the last stage), that needs the least memory on the fullest rank, and, among its
+    neighbours, that is fastest in a simulated step.
 
     Args:
         costs: Costs of the blocks.
@@ -33,22 +38,59 @@ def balance(costs: BlockCosts, num_stages: int, schedule: str, pipeline_size: in
     Returns:
         The cut.
     """
-    owners = [stage_owner(schedule, s, pipeline_size) for s in range(num_stages)]
-
-    def badness(cut: Cut) -> tuple[float, ...]:
-        stages = costs.stages(cut)
-        ranks = [0.0] * pipeline_size
-        for owner, cost in zip(owners, stages, strict=True):
-            ranks[owner] += cost
-        measures = (max(stages), max(ranks), sum(c * c for c in ranks), sum(c * c for c in stages))
-        return tuple(float(f"{m:.9g}") for m in measures)  # sums in another order are no gain
-
     best = _optimum(costs, equal_cut(len(costs.blocks), num_stages))
-    while True:
-        better = min(_shifted(best), key=badness, default=best)
-        if badness(better) >= badness(best):
-            return best
+    if pipeline_size == 1:
+        return best
+    judge = _Judge(costs, num_stages, schedule, pipeline_size)
+    better: Cut | None = best
+    while better is not None:
         best = better
+        better = next((cut for cut in _shifted(best) if judge.prefers(cut, best)), None)
+    return best
+
+
+class _Judge:
+    """Compares cuts that have the same most expensive stage, or a cheaper one."""
+
+    def __init__(self, costs: BlockCosts, num_stages: int, schedule: str, pipeline_size: int) -> None:
+        self.costs, self.schedule, self.size = costs, schedule, pipeline_size
+        self.owners = [stage_owner(schedule, s, pipeline_size) for s in range(num_stages)]
+        self.live = self._simulate([1.0] * num_stages).peak_live
+
+    def prefers(self, cut: Cut, best: Cut) -> bool:
+        """Whether ``cut`` is better than ``best``."""
+        mine, theirs = self._loads(cut), self._loads(best)
+        if mine != theirs or len(cut) > _SIMULATED_STAGES:
+            return mine < theirs
+        return self._makespan(cut) < self._makespan(best)
+
+    def _loads(self, cut: Cut) -> tuple[float, ...]:
+        stages = self.costs.stages(cut)
+        ranks = [0.0] * self.size
+        for owner, cost in zip(self.owners, stages, strict=True):
+            ranks[owner] += cost
+        held = max(live * cost for live, cost in zip(self.live, ranks, strict=True))
+        return tuple(_rounded(x) for x in (max(stages), max(ranks), sum(c * c for c in ranks), held))
+
+    def _makespan(self, cut: Cut) -> float:
+        return _rounded(self._simulate(self.costs.stages(cut)).makespan_s)
+
+    def _simulate(self, each: list[float]) -> Simulation:
+        chunks = len(each) // self.size
+        return simulate(
+            self.schedule,
+            self.size,
+            2 * self.size,
+            stages_per_rank=chunks,
+            forward_s=each,
+            backward_input_s=each,
+            backward_weight_s=each,
+        )
+
+
+def _rounded(value: float) -> float:
+    """Sums in another order are no gain."""
+    return float(f"{value:.9g}")
 
 
 def _optimum(costs: BlockCosts, equal: Cut) -> Cut:
@@ -75,7 +117,7 @@ def _partition(costs: BlockCosts, num_stages: int, bound: float, add: Callable[[
                     break
                 if first in best:
                     so_far, starts = best[first]
-                    candidates.append((float(f"{add(so_far, cost):.9g}"), (*starts, first)))
+                    candidates.append((_rounded(add(so_far, cost)), (*starts, first)))
             if candidates:
                 following[end] = min(candidates)
         best = following
@@ -137,10 +179,10 @@ def cut_blocks(
             )
         return list(itertools.pairwise(edges))
     costs = estimated_costs(model, blocks) if wish is None else wish
-    if len(costs.blocks) != n or min(*costs.blocks, costs.before, costs.after) < 0:
+    if len(costs.blocks) != n:
         raise ConfigError(
             f"stage_cuts holds costs of {len(costs.blocks)} blocks, and {blocks.list_name or 'the model'} has {n}.",
-            "Each block has a cost of at least 0.",
+            "Each block has a cost.",
             "Measure the model that is spread.",
         )
     return balance(costs, num_stages, schedule, pipeline_size)

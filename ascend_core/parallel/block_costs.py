@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ascend_core.errors import ModelError
+from ascend_core.errors import ConfigError, ModelError
 from ascend_core.parallel.blocks import BlockList
 
 Cut = list[tuple[int, int]]
@@ -28,11 +28,19 @@ class BlockCosts:
         blocks: Of each block.
         before: Of what runs before the blocks, on the first stage.
         after: Of what runs after them, on the last stage: the output head.
+
+    Raises:
+        ConfigError: There is no block, or a cost is negative.
     """
 
     blocks: tuple[float, ...]
     before: float = 0.0
     after: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the costs."""
+        if not self.blocks or min(*self.blocks, self.before, self.after) < 0:
+            raise ConfigError(f"{self}", "There is at least one block, and no cost is negative.", "Give other costs.")
 
     def stages(self, cut: Cut) -> list[float]:
         """Cost of every stage."""

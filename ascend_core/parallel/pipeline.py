@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from ascend_core.parallel.failures import portable, shape_changed
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.microbatch import batch_size, choose_microbatches, split_batch
 from ascend_core.parallel.stage import Stage, StageModule, sendable
+from ascend_core.parallel.timeline import Timeline
 from ascend_core.schedule_rules import MULTI_STAGE_SCHEDULES
 
 StepFn = Callable[[Any, int], torch.Tensor]
@@ -62,6 +64,7 @@ class PipelineRunner:
         self.local_stages = [s for s in range(self.num_stages) if gates.owner(s) == gates.rank]
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._step: _Step | None = None
+        self.timeline: Timeline | None = None
 
     def forward_backward(
         self,
@@ -195,7 +198,10 @@ class PipelineRunner:
             lambda: self.gates.stage_parameters(stage),
         )
         inputs = () if stage == 0 else (metas[stage - 1],)
-        return Stage(module, stage, self.num_stages, self.device, inputs, meta, self.gates.group, self.record)
+        return Stage(module, stage, self.num_stages, self.device, inputs, meta, self.gates.group, self.record, self._span)
+
+    def _span(self, kind: str, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.timeline is None else self.timeline.span(kind, stage, microbatch)
 
     def _measure(self) -> list[torch.Tensor]:
         """Measure what each stage sends, on the meta device: one forward of one microbatch, stage after stage.

@@ -8,6 +8,7 @@ in this stage, wherever they live in the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class Stage(PipelineStage):
         output: What it sends, on the meta device.
         group: The pipeline group.
         record: Takes an error.
+        span: ``(kind, stage, microbatch) -> context`` around every action; kinds are torch's letters F, B, I and W.
     """
 
     def __init__(
@@ -65,10 +67,28 @@ class Stage(PipelineStage):
         output: torch.Tensor,
         group: dist.ProcessGroup,
         record: Callable[[BaseException], None],
+        span: Callable[[str, int, int], AbstractContextManager[None]],
     ) -> None:
         super().__init__(module, stage, num_stages, device, input_args=inputs, output_args=(output,), group=group)
-        self.record = record
+        self.record, self.span = record, span
         self._whole: dict[int, Any] = {}  # output gradients of backward passes that are done whole, at their second half
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward. torch has waited for its input already."""
+        with self.span("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run a whole backward, or its first half."""
+        with self.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Run the second half of a backward."""
+        with self.span("W", self.stage_index, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         """Run torch's backward; on an error send zeros on and remember it."""
