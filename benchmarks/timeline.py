@@ -1,6 +1,9 @@
 """Executed against simulated timelines: 4 ranks train blocks that sleep instead of computing, under every schedule.
 
-Sleeping needs no processor, so 4 ranks take their turns on any number of cores. Of three steps the fastest counts.
+Sleeping needs no processor, so 4 ranks take their turns on any number of cores; the longer a block sleeps, the less does
+it matter what else the machine does. Of three steps the fastest counts.
+
+python benchmarks/timeline.py [milliseconds that a block sleeps in forward and in each half of backward]
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from ascend_core.schedule import TimedAction, simulate
 from ascend_core.schedule_rules import MULTI_STAGE_SCHEDULES, SCHEDULES
 
 RANKS, MICROBATCHES, BLOCKS, STEPS = 4, 8, 8, 3
-FORWARD_S, INPUT_S, WEIGHT_S = 0.02, 0.02, 0.02  # of one block; a rank has two
+SLEEP_S = float(sys.argv[1]) / 1e3 if len(sys.argv) > 1 else 0.03  # a rank has two blocks
 
 
 def executed(schedule: str) -> tuple[float, list[TimedAction]]:
     """Makespan in seconds and actions of the fastest of some steps."""
     model = sleepy.spread(
         BLOCKS,
-        (FORWARD_S, INPUT_S, WEIGHT_S),
+        (SLEEP_S, SLEEP_S, SLEEP_S),
         pipeline_parallel_size=RANKS,
         num_microbatches=MICROBATCHES,
         schedule=schedule,
@@ -48,9 +51,9 @@ def executed(schedule: str) -> tuple[float, list[TimedAction]]:
 
 def simulated(schedule: str) -> float:
     """Makespan in seconds."""
-    blocks = BLOCKS // RANKS // (2 if schedule in MULTI_STAGE_SCHEDULES else 1)
-    costs = {"forward_s": FORWARD_S, "backward_input_s": INPUT_S, "backward_weight_s": WEIGHT_S}
-    return simulate(schedule, RANKS, MICROBATCHES, **{k: v * blocks for k, v in costs.items()}).makespan_s
+    each = SLEEP_S * (BLOCKS // RANKS) / (2 if schedule in MULTI_STAGE_SCHEDULES else 1)
+    run = simulate(schedule, RANKS, MICROBATCHES, forward_s=each, backward_input_s=each, backward_weight_s=each)
+    return run.makespan_s
 
 
 def rank_main(rank: int, port: int, results: Any) -> None:

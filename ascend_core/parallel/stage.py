@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 
 from ascend_core import _shim
@@ -71,7 +72,7 @@ class Stage(PipelineStage):
     ) -> None:
         super().__init__(module, stage, num_stages, device, input_args=inputs, output_args=(output,), group=group)
         self.record, self.span = record, span
-        self._whole: dict[int, Any] = {}  # output gradients of backward passes that are done whole, at their second half
+        self._whole: dict[int, Any] = {}  # backward passes that are done whole, at their second half: roots, gradients
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward. torch has waited for its input already."""
@@ -93,8 +94,8 @@ class Stage(PipelineStage):
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         """Run torch's backward; on an error send zeros on and remember it."""
         try:
-            if backward_type == "input" and not _any_gradient(bwd_kwargs["input_values"]):
-                return self._put_off(bwd_kwargs)
+            if backward_type == "input":
+                return self._first_half(bwd_kwargs, last_backward)
             if backward_type == "weight" and bwd_kwargs["param_groups"] is None:
                 return self._do_whole(bwd_kwargs["stage_output"])
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
@@ -102,16 +103,29 @@ class Stage(PipelineStage):
             self.record(error)
             return tuple(None for _ in bwd_kwargs.get("input_values", ())), []
 
-    def _put_off(self, bwd_kwargs: dict[str, Any]) -> Any:
-        """Nothing before this stage is trained: torch would find no path to its parameters either."""
-        self._whole[id(bwd_kwargs["stage_output"][0])] = bwd_kwargs["output_grads"]
+    def _first_half(self, bwd_kwargs: dict[str, Any], last_backward: bool) -> Any:
+        """Gradients of the stage's input.
+
+        torch finds a stage's parameters on the way from its output to its input. Where there is no such way (nothing before
+        the stage is trained, or the stage leaves its input alone) it would find none, so that the whole backward is put off.
+        """
+        outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+        roots = [  # the outputs themselves are detached in place
+            (get_gradient_edge(o), torch.ones_like(o) if gradients is None else gradients[i])
+            for i, o in enumerate(outputs)
+            if o.requires_grad
+        ]
+        if _any_gradient(bwd_kwargs["input_values"]):
+            result = super().backward_maybe_with_nosync("input", bwd_kwargs, last_backward=last_backward)
+            if any(grad is not None for grad in result[0]):
+                return result
+        self._whole[id(outputs[0])] = roots
         return tuple(None for _ in bwd_kwargs["input_values"]), None
 
     def _do_whole(self, outputs: tuple[torch.Tensor, ...]) -> Any:
-        grads = self._whole.pop(id(outputs[0]))
-        trained = [(o, None if grads is None else grads[i]) for i, o in enumerate(outputs) if o.requires_grad]
-        if trained:
-            torch.autograd.backward([o for o, _ in trained], [g for _, g in trained])
+        roots = self._whole.pop(id(outputs[0]))
+        if roots:
+            torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
         return (), None
 
 
