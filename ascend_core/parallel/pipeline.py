@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from ascend_core._shim import pytree
 from ascend_core.config import HybridConfig
 from ascend_core.errors import ModelError
-from ascend_core.parallel.failures import portable, shape_changed
+from ascend_core.parallel.failures import exchange_failed, portable, shape_changed
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.microbatch import batch_size, choose_microbatches, split_batch
 from ascend_core.parallel.stage import Stage, StageModule, sendable
@@ -62,7 +62,7 @@ class PipelineRunner:
         self.gates, self.root, self.config, self.device = gates, root, config, device
         self.num_stages = len(gates.stages)
         self.local_stages = [s for s in range(self.num_stages) if gates.owner(s) == gates.rank]
-        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._schedules: OrderedDict[Any, tuple[Any, list[Stage]]] = OrderedDict()
         self._step: _Step | None = None
         self.timeline: Timeline | None = None
 
@@ -102,10 +102,13 @@ class PipelineRunner:
         total = sum(weights) or 1.0
         self._step = _Step(step_fn, parts, [w / total * scale for w in weights])
         try:
-            runner = self._schedule(schedule, m, _shapes(parts[0]))
+            runner, stages = self._schedule(schedule, m, _shapes(parts[0]))
             numbers = torch.arange(m)
             last = self.num_stages - 1 in self.local_stages
-            runner.step(mb=numbers, target=numbers if last else None, return_outputs=False)
+            try:
+                runner.step(mb=numbers, target=numbers if last else None, return_outputs=False)
+            except RuntimeError as error:  # errors of stages are kept for _agree: this one is the communication's
+                raise exchange_failed(self.gates.rank, [s.under_way() for s in stages], error) from error
             return self._agree([w / total for w in weights], payload)
         finally:
             self._step = None
@@ -170,7 +173,7 @@ class PipelineRunner:
 
     # ---- torch's schedule for one batch shape
 
-    def _schedule(self, name: str, m: int, shapes: Any) -> Any:
+    def _schedule(self, name: str, m: int, shapes: Any) -> tuple[Any, list[Stage]]:
         key = (name, m, shapes, torch.is_autocast_enabled(self.device.type), self.root.training)
         assert self._step is not None
         if key in self._schedules:
@@ -186,10 +189,10 @@ class PipelineRunner:
             loss_fn=lambda loss, number: loss * factors()[int(number)],
             scale_grads=False,
         )
-        self._schedules[key] = schedule
+        self._schedules[key] = schedule, stages
         while len(self._schedules) > _MAX_SHAPES:
             self._schedules.popitem(last=False)
-        return schedule
+        return schedule, stages
 
     def _stage(self, stage: int, metas: list[torch.Tensor]) -> Stage:
         meta = metas[stage]

@@ -2,7 +2,8 @@
 
 Schedules that split the backward ask for the gradients of the received activation first and for those of parameters
 later. torch does so by autograd graph, from the stage's parameters; here these are those that the user's step can reach
-in this stage, wherever they live in the model.
+in this stage, wherever they live in the model. Each stage remembers which messages are under way, so that a rank that waits
+in vain can say for what.
 """
 
 from __future__ import annotations
@@ -72,10 +73,13 @@ class Stage(PipelineStage):
     ) -> None:
         super().__init__(module, stage, num_stages, device, input_args=inputs, output_args=(output,), group=group)
         self.record, self.span = record, span
+        self._awaited: dict[tuple[str, int], int] = {}  # what is received, for which microbatch: from which global rank
+        self._sent: dict[tuple[str, int], int] = {}  # likewise, to which global rank
         self._whole: dict[int, Any] = {}  # backward passes that are done whole, at their second half: roots, gradients
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward. torch has waited for its input already."""
+        self._awaited.pop(("activation", fwd_chunk_id), None)
         with self.span("F", self.stage_index, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -83,6 +87,7 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run a whole backward, or its first half."""
+        self._awaited.pop(("gradient", bwd_chunk_id), None)
         with self.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
@@ -90,6 +95,45 @@ class Stage(PipelineStage):
         """Run the second half of a backward."""
         with self.span("W", self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    # ---- what is under way
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive an activation."""
+        return self._noted(super().get_fwd_recv_ops(fwd_chunk_id), self._awaited, "activation", fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receive a gradient."""
+        return self._noted(super().get_bwd_recv_ops(bwd_chunk_id), self._awaited, "gradient", bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send an activation."""
+        return self._noted(super().get_fwd_send_ops(fwd_chunk_id), self._sent, "activation", fwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send a gradient."""
+        return self._noted(super().get_bwd_send_ops(bwd_chunk_id), self._sent, "gradient", bwd_chunk_id)
+
+    def _noted(self, ops: list[dist.P2POp], where: dict[tuple[str, int], int], what: str, microbatch: int) -> list[dist.P2POp]:
+        for op in ops:
+            where[what, microbatch] = op.peer
+        return ops
+
+    def under_way(self) -> str:
+        """What the stage waits for, and which of its messages may not have been taken."""
+        awaited = [f"the {what} of microbatch {i} from rank {peer}" for (what, i), peer in self._awaited.items()]
+        last = {what: f"the {what} of microbatch {i} to rank {peer}" for (what, i), peer in self._sent.items()}
+        parts = [f"receive {' and '.join(awaited)}"] if awaited else []
+        parts += [f"last sent {' and '.join(last.values())}"] if last else []
+        return f"stage {self.stage_index}: {'; '.join(parts) or 'nothing'}"
+
+    def clear_runtime_states(self) -> None:
+        """Forget the last step."""
+        super().clear_runtime_states()
+        self._awaited.clear()
+        self._sent.clear()
+
+    # ---- backward
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         """Run torch's backward; on an error send zeros on and remember it."""
