@@ -36,7 +36,7 @@ def accumulated_gradients(schedule: str) -> list[float]:
         nn.Sequential(*[Add() for _ in range(4)]),
         lambda y, _: y.mean(),
         pipeline_parallel_size=2,
-        num_microbatches=2,
+        num_microbatches=4,
         schedule=schedule,
     )
     seen = []

@@ -92,8 +92,9 @@ class PipelineRunner:
             Exception: Whatever a stage raised, on every rank of the pipeline.
 
         Communication:
-            Point to point between neighbouring stages, and one object all-gather over the pipeline group. A new batch
-            shape costs one more forward of a microbatch.
+            Point to point between neighbouring stages, and one all-reduce of two numbers over the pipeline group; an object
+            broadcast with a payload, an object all-gather after an error. A new batch shape costs one more forward of a
+            microbatch.
         """
         size = batch_size(batch)
         schedule, m = choose_microbatches(self.config.schedule, self.gates.size, self.config.num_microbatches, size)
@@ -150,26 +151,36 @@ class PipelineRunner:
         """Exchange loss, payload and errors; raise everywhere if any stage failed."""
         step = self._step
         assert step is not None
-        mine: dict[str, Any] = {}
+        mean, mine = torch.zeros((), device=self.device), None
         if self.num_stages - 1 in self.local_stages and not step.errors:
             losses = torch.stack([step.losses[i].float() for i in range(len(shares))])
-            mine["loss"] = float((losses * losses.new_tensor(shares)).sum())
+            mean = (losses * losses.new_tensor(shares)).sum()
             try:
-                mine["payload"] = payload() if payload else None
-                pickle.dumps(mine["payload"])
+                mine = payload() if payload else None
+                pickle.dumps(mine)
             except Exception as caught:  # noqa: BLE001 - raised below, once every rank knows
                 step.errors.append(caught)
-                mine["payload"] = None
-        mine["error"] = portable(step.errors[0]) if step.errors else None
+        failed = mean.new_tensor(float(bool(step.errors)))
+        status = torch.stack([failed, torch.zeros_like(mean) if step.errors else mean])
+        dist.all_reduce(status, group=self.gates.group)  # all others' losses are zero: the sum is the last stage's, exactly
+        if float(status[0]):
+            self._raise_together(step.errors)
+        if payload is not None:
+            message = [mine]
+            source = dist.get_global_rank(self.gates.group, self.gates.owner(self.num_stages - 1))
+            dist.broadcast_object_list(message, src=source, group=self.gates.group)
+            mine = message[0]
+        return status[1], mine
+
+    def _raise_together(self, errors: list[BaseException]) -> None:
+        """Raise the first pipeline rank's error on every rank."""
         everyone: list[Any] = [None] * self.gates.size
-        dist.all_gather_object(everyone, mine, group=self.gates.group)
-        for rank, result in enumerate(everyone):
-            if result["error"] is not None:
-                error = step.errors[0] if step.errors and rank == self.gates.rank else result["error"]
-                error.add_note(f"(raised on pipeline rank {rank}; every rank of the pipeline stops with it)")
-                raise error
-        result = everyone[self.gates.owner(self.num_stages - 1)]
-        return torch.tensor(result["loss"], device=self.device), result["payload"]
+        dist.all_gather_object(everyone, portable(errors[0]) if errors else None, group=self.gates.group)
+        rank, error = next((r, e) for r, e in enumerate(everyone) if e is not None)
+        if rank == self.gates.rank:
+            error = errors[0]
+        error.add_note(f"(raised on pipeline rank {rank}; every rank of the pipeline stops with it)")
+        raise error
 
     # ---- torch's schedule for one batch shape
 
