@@ -1,9 +1,9 @@
 """Executed against simulated timelines: 4 ranks train blocks that sleep instead of computing, under every schedule.
 
 Sleeping needs no processor, so 4 ranks take their turns on any number of cores; the longer a block sleeps, the less does
-it matter what else the machine does. Of three steps the fastest counts.
+it matter what else the machine does. Of some steps the fastest counts.
 
-python benchmarks/timeline.py [milliseconds that a block sleeps in forward and in each half of backward]
+python benchmarks/timeline.py [milliseconds that a block sleeps in forward and in each half of backward] [steps]
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import torch.multiprocessing as mp
 from ascend_core.schedule import TimedAction, simulate
 from ascend_core.schedule_rules import MULTI_STAGE_SCHEDULES, SCHEDULES
 
-RANKS, MICROBATCHES, BLOCKS, STEPS = 4, 8, 8, 3
+RANKS, MICROBATCHES, BLOCKS = 4, 8, 8
 SLEEP_S = float(sys.argv[1]) / 1e3 if len(sys.argv) > 1 else 0.03  # a rank has two blocks
+STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 3
 
 
 def executed(schedule: str) -> tuple[float, list[TimedAction]]:

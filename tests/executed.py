@@ -12,12 +12,13 @@ from ascend_core.errors import ConfigError
 from ascend_core.schedule import Action, TimedAction
 
 
-def orders(schedules: tuple[str, ...], path: Path) -> dict[str, dict[str, Any]]:
+def orders(schedules: tuple[str, ...], path: Path, device_type: str = "cpu") -> dict[str, dict[str, Any]]:
     """By schedule, two steps with and one without recording: the actions of the first and of all ranks; they are saved too."""
     found = {}
     for schedule in schedules:
-        model = sleepy.spread(pipeline_parallel_size=4, num_microbatches=8, schedule=schedule)
-        x = torch.zeros(8, 4)
+        config = {"pipeline_parallel_size": 4, "num_microbatches": 8, "schedule": schedule}
+        model = sleepy.spread(device_type=device_type, **config)
+        x = torch.zeros(8, 4, device=device_type)
         model.train_step(x, x)
         with model.record_timeline() as timeline:
             model.train_step(x, x)

@@ -45,8 +45,10 @@ class Sleepy(nn.Module):
         return _Sleep.apply(x, forward_s, input_s) * _Sleep.apply(self.weight, 0.0, weight_s)
 
 
-def spread(blocks: int = 8, times: tuple[float, float, float] = (0.0, 0.0, 0.0), **config: Any) -> ParallelModel:
+def spread(
+    blocks: int = 8, times: tuple[float, float, float] = (0.0, 0.0, 0.0), device_type: str = "cpu", **config: Any
+) -> ParallelModel:
     """Spread a model of sleeping blocks."""
     c = HybridConfig(**config)
     model = nn.Sequential(*[Sleepy(*times) for _ in range(blocks)])
-    return parallelize(model, c, build_mesh(c, "cpu"), loss_fn=lambda y, t: (y - t).pow(2).mean())
+    return parallelize(model, c, build_mesh(c, device_type), loss_fn=lambda y, t: (y - t).pow(2).mean())

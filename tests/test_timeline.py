@@ -8,6 +8,7 @@ from typing import Any
 
 import executed
 import pytest
+from npu_pool import NpuPool
 from rank_pool import RankPool
 
 from ascend_core.schedule import actions, peak_live, simulate
@@ -39,6 +40,14 @@ def test_ranks_run_what_is_simulated(ran: tuple[list[dict[str, Any]], Path], sch
     assert [(e["pid"], e["name"]) for e in boxes] == [(e.rank, str(e.action)) for e in events]
     assert boxes[-1]["ts"] == pytest.approx(1e6 * events[-1].start_s)
     assert (folder / f"{schedule}.html").read_text().count("<title>") == 1 + len(events)
+
+
+def test_on_emulated_npus(npu_pool: NpuPool, tmp_path: Path) -> None:
+    """There each action waits for the device, and clocks are compared through device tensors."""
+    results = npu_pool.run(4, executed.orders, ("1F1B",), tmp_path, "npu", deadline_s=120)
+    assert [r["1F1B"]["mine"] for r in results] == actions("1F1B", 4, 8)
+    events = results[0]["1F1B"]["everyone"]
+    assert len(events) == 2 * 4 * 16 and all(e.start_s < e.end_s for e in events)
 
 
 def test_timelines_that_cannot_be(pool: RankPool, tmp_path: Path) -> None:
