@@ -42,6 +42,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/timeline.py
 	$(BIN)/python -m ascend_emulator --devices 1 benchmarks/emulator.py
 
 # torch_npu's own tests, cloned into build/; see docs/upstream-torch-npu.md.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ascend_core.errors import ConfigError, NotAvailableError, nearest
-from ascend_core.schedule_rules import MULTI_STAGE_SCHEDULES, SCHEDULES, V_SCHEDULES, check_microbatches
+from ascend_core.schedule_rules import SCHEDULES, check_microbatches, check_stages_per_rank
 
 if TYPE_CHECKING:
     from ascend_core.config import HybridConfig
@@ -92,18 +92,7 @@ def _check_pipeline(c: HybridConfig) -> None:
         if chunks != 1:
             raise ConfigError(f"stages_per_rank={chunks} with pipeline_parallel_size=1.", "", "Leave stages_per_rank out.")
         return
-    if (chunks > 1) != (c.schedule in MULTI_STAGE_SCHEDULES):
-        raise ConfigError(
-            f"stages_per_rank={chunks} with schedule={c.schedule!r}.",
-            "GPipe and 1F1B run one stage per rank; the other schedules run several.",
-            "Change stages_per_rank or schedule.",
-        )
-    if c.schedule in V_SCHEDULES and chunks != 2:
-        raise ConfigError(
-            f"stages_per_rank={chunks} with schedule={c.schedule!r}.",
-            "Its stages go down the ranks and up again: each rank has exactly two.",
-            "Leave stages_per_rank out, or use InterleavedZeroBubble.",
-        )
+    check_stages_per_rank(c.schedule, chunks)
     if pp != "auto" and m != "auto":
         check_microbatches(c.schedule, int(pp), int(m))
 

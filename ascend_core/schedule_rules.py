@@ -32,6 +32,26 @@ def check_microbatches(schedule: str, pipeline_parallel_size: int, num_microbatc
         )
 
 
+def check_stages_per_rank(schedule: str, stages_per_rank: int) -> None:
+    """Check that a schedule can run with so many stages on each rank.
+
+    Raises:
+        ConfigError: GPipe and 1F1B have more than one, another schedule has one, or a V schedule has not two.
+    """
+    if (stages_per_rank > 1) != (schedule in MULTI_STAGE_SCHEDULES):
+        raise ConfigError(
+            f"stages_per_rank={stages_per_rank} with schedule={schedule!r}.",
+            "GPipe and 1F1B run one stage per rank; the other schedules run several.",
+            "Change stages_per_rank or schedule.",
+        )
+    if schedule in V_SCHEDULES and stages_per_rank != 2:
+        raise ConfigError(
+            f"stages_per_rank={stages_per_rank} with schedule={schedule!r}.",
+            "Its stages go down the ranks and up again: each rank has exactly two.",
+            "Leave stages_per_rank out, or use InterleavedZeroBubble.",
+        )
+
+
 def microbatch_problem(schedule: str, pipeline_parallel_size: int, num_microbatches: int) -> str | None:
     """Say why a schedule cannot run with so many microbatches, or None when it can."""
     p, m = pipeline_parallel_size, num_microbatches

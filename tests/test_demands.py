@@ -15,7 +15,7 @@ import torch
 from rank_pool import RankPool
 from torch.utils.data import DataLoader, TensorDataset
 
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
+from ascend_core.schedule_rules import SCHEDULES
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -66,12 +66,12 @@ def stored(config: dict[str, Any]) -> tuple[bool, bool]:
     return bool(tied), bool(state)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_d60_outputs_meet_their_labels(pool: RankPool, schedule: str) -> None:
     assert pool.run(2, demands.index_loss, schedule) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(("schedule", "size"), [("1F1B", 8), ("1F1B", 1), ("Interleaved1F1B", 8), ("GPipe", 8)])
+@pytest.mark.parametrize(("schedule", "size"), [("1F1B", 1), *((s, 8) for s in SCHEDULES)])
 def test_d61_changing_lengths_and_sizes(pool: RankPool, schedule: str, size: int) -> None:
     """Batches of 8 and 7 samples and six lengths; 7 does not divide into 4 microbatches. Losses are near 30: 1e-5 is 3 ulp."""
     assert max(pool.run(2, demands.changing_lengths, schedule, size)) < 1e-5

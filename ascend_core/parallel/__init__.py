@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,20 @@ from ascend_core.config import HybridConfig
 from ascend_core.device import current_device
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.apply import apply
+from ascend_core.parallel.block_costs import BlockCosts, measured_costs
+from ascend_core.parallel.blocks import find_blocks
 from ascend_core.parallel.model import ParallelModel
 from ascend_core.parallel.self_check import SelfCheck
 from ascend_core.parallel.vocabulary import vocab_parallel_cross_entropy
 
-__all__ = ["ParallelModel", "parallelize", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "BlockCosts",
+    "ParallelModel",
+    "find_blocks",
+    "measured_costs",
+    "parallelize",
+    "vocab_parallel_cross_entropy",
+]
 
 
 def parallelize(
@@ -28,6 +37,7 @@ def parallelize(
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     pipeline_module: str = "auto",
     root_is_boundary: bool = True,
+    stage_cuts: Sequence[int] | BlockCosts | None = None,
 ) -> ParallelModel:
     """Spread a model over a mesh, in place.
 
@@ -39,6 +49,9 @@ def parallelize(
         loss_fn: ``(output, target) -> scalar loss``, for :meth:`ParallelModel.train_step`.
         pipeline_module: Name of the module whose call is pipelined; default: the model itself.
         root_is_boundary: With ``"auto"``, whether the model's own call is the pipelined one (else a child's).
+        stage_cuts: Where pipeline stages begin. Default: blocks are dealt by cost estimated from their shapes, the output
+            head included (:mod:`ascend_core.parallel.balance`). A :class:`BlockCosts`, for example from
+            :func:`measured_costs`, deals by those; numbers name the first block of every stage but the first.
 
     Returns:
         The spread model.
@@ -58,5 +71,13 @@ def parallelize(
     if device is None:
         device = current_device(mesh.device_type)
     check = SelfCheck.prepare(model, config, pipeline_module=pipeline_module, root_is_boundary=root_is_boundary)
-    applied = apply(model, config, mesh, device, pipeline_module=pipeline_module, root_is_boundary=root_is_boundary)
+    applied = apply(
+        model,
+        config,
+        mesh,
+        device,
+        pipeline_module=pipeline_module,
+        root_is_boundary=root_is_boundary,
+        stage_cuts=stage_cuts,
+    )
     return ParallelModel(model, config, mesh, device, applied, loss_fn, check)

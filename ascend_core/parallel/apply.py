@@ -6,6 +6,7 @@ under them, activation checkpointing. Compile will go between tensor and data pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,10 @@ from torch import nn
 
 from ascend_core import _shim
 from ascend_core.config import HybridConfig
-from ascend_core.errors import ModelError
+from ascend_core.errors import ConfigError, ModelError
 from ascend_core.mesh import HybridMesh
+from ascend_core.parallel.balance import cut_blocks
+from ascend_core.parallel.block_costs import BlockCosts
 from ascend_core.parallel.block_inputs import record_block_inputs
 from ascend_core.parallel.blocks import BlockList, deal, find_blocks, move, prune
 from ascend_core.parallel.data import shard_parameters
@@ -58,6 +61,7 @@ def apply(
     *,
     pipeline_module: str = "auto",
     root_is_boundary: bool = True,
+    stage_cuts: Sequence[int] | BlockCosts | None = None,
 ) -> Applied:
     """Spread a model in place.
 
@@ -68,6 +72,7 @@ def apply(
         device: This rank's device.
         pipeline_module: Name of the module whose call is pipelined, or ``"auto"``.
         root_is_boundary: The model's own call is the pipelined one.
+        stage_cuts: See :func:`ascend_core.parallel.parallelize`.
 
     Returns:
         The pieces a step needs.
@@ -86,7 +91,7 @@ def apply(
     share_initial_values(model, device)
 
     inputs = record_block_inputs(model, blocks.names) if blocks and mesh.size("tp") > 1 else {}
-    stages = deal(blocks, mesh.size("pp") * config.num_stages_per_rank) if blocks and mesh.size("pp") > 1 else []
+    stages = _stages(model, blocks, config, mesh.size("pp"), stage_cuts)
     local_names = list(blocks.names) if blocks else []
     runs: list[list[str]] = []
     if stages and blocks:
@@ -150,6 +155,21 @@ def _blocks(
         if mesh.size("pp") == 1 and (mesh.size("tp") == 1 or config.tensor_parallel_plan != "auto"):
             return BlockList("", (), "" if root_is_boundary else None)  # one FSDP2 unit, or a user's own plan
         raise
+
+
+def _stages(
+    model: nn.Module, blocks: BlockList | None, config: HybridConfig, pp: int, wish: Sequence[int] | BlockCosts | None
+) -> list[tuple[int, int]]:
+    """``(first, one past last)`` block of every stage; none without a pipeline."""
+    if pp > 1 and blocks is not None and blocks.split_points is not None and wish is None:
+        return deal(blocks, pp * config.num_stages_per_rank)
+    if pp > 1 and blocks is not None:
+        return cut_blocks(model, blocks, pp * config.num_stages_per_rank, config.schedule, pp, wish)
+    if wish is not None:
+        raise ConfigError(
+            "stage_cuts without a pipeline.", "It would be ignored.", "Set pipeline_parallel_size above 1, or leave it out."
+        )
+    return []
 
 
 def _shard_units(

@@ -148,7 +148,12 @@ def deal(blocks: BlockList, num_stages: int) -> list[tuple[int, int]]:
             f"Each stage needs a block; the most stages this model allows is {n}: {', '.join(blocks.names)}.",
             f"Set pipeline_parallel_size to at most {n} (or 'auto'), or lower stages_per_rank.",
         )
-    return [(n * s // num_stages, n * (s + 1) // num_stages) for s in range(num_stages)]
+    return equal_cut(n, num_stages)
+
+
+def equal_cut(num_blocks: int, num_stages: int) -> list[tuple[int, int]]:
+    """``(first, one past last)`` block of every stage, numbers as equal as possible."""
+    return [(num_blocks * s // num_stages, num_blocks * (s + 1) // num_stages) for s in range(num_stages)]
 
 
 def _dealt(blocks: BlockList, points: tuple[int, ...], num_stages: int) -> list[tuple[int, int]]:
@@ -238,7 +243,7 @@ def prune(root: nn.Module, blocks: BlockList, local: set[int], is_first: bool, i
     drop = [modules[name] for i, name in enumerate(blocks.names) if i not in local]
     stubs: list[tuple[nn.Module, _EmbeddingStub]] = []
     if blocks.boundary is not None:
-        before, after = _around(modules[blocks.boundary], blocks, modules)
+        before, after = around(modules[blocks.boundary], blocks, modules)
         if not is_last:
             dropped = [m for m in after if any(True for _ in m.parameters())]
             for module in dropped:
@@ -253,7 +258,7 @@ def prune(root: nn.Module, blocks: BlockList, local: set[int], is_first: bool, i
         embedding.forward = stub  # type: ignore[method-assign]
 
 
-def _around(boundary: nn.Module, blocks: BlockList, modules: dict[str, nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+def around(boundary: nn.Module, blocks: BlockList, modules: dict[str, nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
     """Modules registered before the first block, and after the last; those between blocks are in neither."""
     inside = {id(modules[name]) for name in blocks.names}
     holders: set[int] = set()

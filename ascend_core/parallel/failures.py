@@ -55,3 +55,20 @@ def shape_changed(stage: int, number: int, output: torch.Tensor, meta: torch.Ten
         "All microbatches of a step have the same activation shape.",
         "Pad to one length inside a batch.",
     )
+
+
+def exchange_failed(rank: int, under_way: list[str], error: RuntimeError) -> RuntimeError:
+    """Say what a pipeline rank was sending and receiving when the exchange with its neighbours failed or timed out.
+
+    Args:
+        rank: Pipeline rank.
+        under_way: What each of its stages waits for.
+        error: The communication's error; any other one is returned as it is.
+    """
+    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        return error
+    return PeerError(
+        f"The exchange between pipeline stages failed on pipeline rank {rank}. Under way: {'. '.join(under_way)}.",
+        f"{type(error).__name__}: {str(error).splitlines()[0]}",
+        "Compare with what the other ranks report: one of them died, is slow, or waits for a message that is never sent.",
+    )

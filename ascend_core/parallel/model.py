@@ -21,6 +21,7 @@ from ascend_core.parallel import grads
 from ascend_core.parallel.apply import Applied
 from ascend_core.parallel.pipeline import PipelineRunner, StepFn
 from ascend_core.parallel.self_check import SelfCheck
+from ascend_core.parallel.timeline import Timeline
 from ascend_core.parallel.whole_state import WholeState
 from ascend_core.parallel.zero1 import OptimizerShards
 
@@ -237,6 +238,23 @@ class ParallelModel(WholeState):
                 module.unshard()
             else:
                 module.reshard()
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[Timeline]:
+        """Record when each pipeline action runs inside; see :class:`ascend_core.parallel.timeline.Timeline`.
+
+        Raises:
+            ConfigError: There is no pipeline.
+
+        Communication: point to point between the ranks of the pipeline; every rank must enter it.
+        """
+        if self.runner is None:
+            raise ConfigError("A timeline without a pipeline.", "There are no stages.", "Set pipeline_parallel_size above 1.")
+        self.runner.timeline = Timeline(self.runner.gates.group, self.device)
+        try:
+            yield self.runner.timeline
+        finally:
+            self.runner.timeline = None
 
     # ---- norm and clip
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +23,12 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from ascend_core._shim import pytree
 from ascend_core.config import HybridConfig
 from ascend_core.errors import ModelError
-from ascend_core.parallel.failures import portable, shape_changed
+from ascend_core.parallel.failures import exchange_failed, portable, shape_changed
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.loss_weights import Shares, loss_shares, refuse_own_loss, weighted
 from ascend_core.parallel.microbatch import batch_size, choose_microbatches, split_batch
 from ascend_core.parallel.stage import Stage, StageModule, sendable
+from ascend_core.parallel.timeline import Timeline
 from ascend_core.schedule_rules import MULTI_STAGE_SCHEDULES
 
 StepFn = Callable[[Any, int], torch.Tensor]
@@ -62,8 +64,9 @@ class PipelineRunner:
         self.gates, self.root, self.config, self.device = gates, root, config, device
         self.num_stages = len(gates.stages)
         self.local_stages = [s for s in range(self.num_stages) if gates.owner(s) == gates.rank]
-        self._schedules: OrderedDict[Any, Any] = OrderedDict()
+        self._schedules: OrderedDict[Any, tuple[Any, list[Stage]]] = OrderedDict()
         self._step: _Step | None = None
+        self.timeline: Timeline | None = None
 
     def forward_backward(
         self,
@@ -95,8 +98,9 @@ class PipelineRunner:
             Exception: Whatever a stage raised, on every rank of the pipeline.
 
         Communication:
-            Point to point between neighbouring stages, and one object all-gather over the pipeline group. A new batch
-            shape costs one more forward of a microbatch.
+            Point to point between neighbouring stages, and one all-reduce of two numbers over the pipeline group; an object
+            broadcast with a payload, an object all-gather after an error. A new batch shape costs one more forward of a
+            microbatch.
         """
         size = batch_size(batch)
         schedule, m = choose_microbatches(self.config.schedule, self.gates.size, self.config.num_microbatches, size)
@@ -104,10 +108,13 @@ class PipelineRunner:
         shares = loss_shares(parts, weight_fn, reduction, self.gates.pretrained)
         self._step = _Step(step_fn, parts, shares, scale)
         try:
-            runner = self._schedule(schedule, m, _shapes(parts[0]))
+            runner, stages = self._schedule(schedule, m, _shapes(parts[0]))
             numbers = torch.arange(m)
             last = self.num_stages - 1 in self.local_stages
-            runner.step(mb=numbers, target=numbers if last else None, return_outputs=False)
+            try:
+                runner.step(mb=numbers, target=numbers if last else None, return_outputs=False)
+            except RuntimeError as error:  # errors of stages are kept for _agree: this one is the communication's
+                raise exchange_failed(self.gates.rank, [s.under_way() for s in stages], error) from error
             return self._agree(payload)
         finally:
             self._step = None
@@ -156,30 +163,40 @@ class PipelineRunner:
         """Exchange loss, payload and errors; raise everywhere if any stage failed."""
         step = self._step
         assert step is not None
-        mine: dict[str, Any] = {}
+        mean, mine = torch.zeros((), device=self.device), None
         if self.num_stages - 1 in self.local_stages and not step.errors:
             parts = [weighted(step.losses[i].float(), share) for i, share in enumerate(step.shares.values)]
-            mine["loss"] = float(torch.stack(parts).sum())
+            mean = torch.stack(parts).sum()
             try:
-                mine["payload"] = payload() if payload else None
-                pickle.dumps(mine["payload"])
+                mine = payload() if payload else None
+                pickle.dumps(mine)
             except Exception as caught:  # noqa: BLE001 - raised below, once every rank knows
                 step.errors.append(caught)
-                mine["payload"] = None
-        mine["error"] = portable(step.errors[0]) if step.errors else None
+        failed = mean.new_tensor(float(bool(step.errors)))
+        status = torch.stack([failed, torch.zeros_like(mean) if step.errors else mean])
+        dist.all_reduce(status, group=self.gates.group)  # all others' losses are zero: the sum is the last stage's, exactly
+        if float(status[0]):
+            self._raise_together(step.errors)
+        if payload is not None:
+            message = [mine]
+            source = dist.get_global_rank(self.gates.group, self.gates.owner(self.num_stages - 1))
+            dist.broadcast_object_list(message, src=source, group=self.gates.group)
+            mine = message[0]
+        return status[1], mine
+
+    def _raise_together(self, errors: list[BaseException]) -> None:
+        """Raise the first pipeline rank's error on every rank."""
         everyone: list[Any] = [None] * self.gates.size
-        dist.all_gather_object(everyone, mine, group=self.gates.group)
-        for rank, result in enumerate(everyone):
-            if result["error"] is not None:
-                error = step.errors[0] if step.errors and rank == self.gates.rank else result["error"]
-                error.add_note(f"(raised on pipeline rank {rank}; every rank of the pipeline stops with it)")
-                raise error
-        result = everyone[self.gates.owner(self.num_stages - 1)]
-        return torch.tensor(result["loss"], device=self.device), result["payload"]
+        dist.all_gather_object(everyone, portable(errors[0]) if errors else None, group=self.gates.group)
+        rank, error = next((r, e) for r, e in enumerate(everyone) if e is not None)
+        if rank == self.gates.rank:
+            error = errors[0]
+        error.add_note(f"(raised on pipeline rank {rank}; every rank of the pipeline stops with it)")
+        raise error
 
     # ---- torch's schedule for one batch shape
 
-    def _schedule(self, name: str, m: int, shapes: Any) -> Any:
+    def _schedule(self, name: str, m: int, shapes: Any) -> tuple[Any, list[Stage]]:
         key = (name, m, shapes, torch.is_autocast_enabled(self.device.type), self.root.training)
         assert self._step is not None
         if key in self._schedules:
@@ -194,10 +211,10 @@ class PipelineRunner:
             loss_fn=self._scaled,
             scale_grads=False,
         )
-        self._schedules[key] = schedule
+        self._schedules[key] = schedule, stages
         while len(self._schedules) > _MAX_SHAPES:
             self._schedules.popitem(last=False)
-        return schedule
+        return schedule, stages
 
     def _scaled(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         assert self._step is not None
@@ -210,7 +227,10 @@ class PipelineRunner:
             lambda: self.gates.stage_parameters(stage),
         )
         inputs = () if stage == 0 else (metas[stage - 1],)
-        return Stage(module, stage, self.num_stages, self.device, inputs, meta, self.gates.group, self.record)
+        return Stage(module, stage, self.num_stages, self.device, inputs, meta, self.gates.group, self.record, self._span)
+
+    def _span(self, kind: str, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.timeline is None else self.timeline.span(kind, stage, microbatch)
 
     def _measure(self) -> list[torch.Tensor]:
         """Measure what each stage sends, on the meta device: one forward of one microbatch, stage after stage.
