@@ -28,7 +28,7 @@ class HybridConfig:
         zero_stage: 0 replicates; 2 shards gradients and optimizer state, 3 parameters too (both FSDP2).
         data_parallel_shard_size: Ranks that share one sharded copy when ``zero_stage`` > 0; fewer than
             ``data_parallel_size`` gives hybrid sharding (HSDP). ``"auto"`` shards over all of them.
-        expert_parallel_size: Not available yet.
+        expert_parallel_size: Data-parallel ranks that share the experts of each MoE layer (:mod:`ascend_core.parallel.expert`).
         schedule: torch's spelling: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble,
             DualPipeV.
         stages_per_rank: Stages each pipeline rank owns; ``"auto"`` is 1 for GPipe and 1F1B, else 2; ZBVZeroBubble and

@@ -43,7 +43,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         data_parallel_size: Replicas x shards.
         zero_stage: 0, 2 or 3.
         data_parallel_shard_size: Shards per replica group.
-        expert_parallel_size: Not available yet.
+        expert_parallel_size: Data-parallel ranks that share the experts of each MoE layer.
         schedule: Pipeline schedule, torch's spelling.
         stages_per_rank: Stages each pipeline rank owns.
         num_microbatches: Microbatches of a local batch.

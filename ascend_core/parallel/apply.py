@@ -1,7 +1,7 @@
 """The one place that says in which order techniques are applied.
 
-Agree on initial values; cut into pipeline stages; split tensors; shard or replicate data-parallel; put up the gates.
-Activation checkpointing and compile will go between tensor and data parallel.
+Agree on initial values; cut into pipeline stages; split tensors; spread experts; shard or replicate data-parallel; put
+up the gates. Activation checkpointing and compile will go between tensor and data parallel.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.blocks import BlockList, deal, find_blocks, prune
 from ascend_core.parallel.data import shard_parameters
+from ascend_core.parallel.expert import connect_load_balance, find_experts, spread_experts
 from ascend_core.parallel.failures import raise_together
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.rng import StepRng
@@ -74,6 +75,8 @@ def apply(
     blocks = _blocks(model, config, mesh, pipeline_module, root_is_boundary)
     rng = StepRng.for_mesh(mesh, device)
     _refuse_meta(model)
+    experts = find_experts(model, mesh.size("ep")) if mesh.size("ep") > 1 else []
+    connect_load_balance(model, mesh)
     description = describe(model)
     share_initial_values(model, device)
 
@@ -86,11 +89,21 @@ def apply(
         local_names = [n for i, n in enumerate(blocks.names) if i in local]
     model.to(device)
 
+    error: Exception | None
     if mesh.size("tp") > 1:
-        error: Exception | None = None
+        error = None
         try:
             _split_tensors(model, config, mesh, local_names)
         except Exception as caught:  # noqa: BLE001 - raised on every rank: stages may differ in what they can split
+            error = caught
+        raise_together(error)
+
+    ignored: set[nn.Parameter] = set()
+    if experts:
+        error = None
+        try:
+            ignored = spread_experts(model, experts, mesh)
+        except Exception as caught:  # noqa: BLE001 - raised on every rank: stages have different layers
             error = caught
         raise_together(error)
 
@@ -98,7 +111,8 @@ def apply(
     if config.zero_stage:
         assert blocks is not None
         units, wrap = _shard_units(model, blocks, local_names, pipelined=bool(stages))
-        sharded = list(shard_parameters(units, mesh, reshard_after_forward=config.zero_stage == 3, wrap=wrap))  # type: ignore[arg-type]
+        reshard = config.zero_stage == 3
+        sharded = list(shard_parameters(units, mesh, reshard_after_forward=reshard, wrap=wrap, ignored=ignored))  # type: ignore[arg-type]
         if stages:
             for module in sharded:
                 _shim.defer_gradient_reduction(module)  # type: ignore[arg-type]

@@ -7,7 +7,8 @@ each block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_parameters(
-    blocks: Sequence[nn.Module], mesh: HybridMesh, *, reshard_after_forward: bool, wrap: nn.Module | None
+    blocks: Sequence[nn.Module],
+    mesh: HybridMesh,
+    *,
+    reshard_after_forward: bool,
+    wrap: nn.Module | None,
+    ignored: Set[nn.Parameter] = frozenset(),
 ) -> list[FSDPModule]:
     """Shard parameters over the data-parallel axes with FSDP2.
 
@@ -36,23 +42,33 @@ def shard_parameters(
         reshard_after_forward: Free the gathered parameters after forward (ZeRO-3) or keep them (ZeRO-2).
         wrap: A module around the blocks whose remaining parameters are sharded as one more unit, or None. It must be
             one whose ``forward`` always runs to its end, so never one that a pipeline cuts.
+        ignored: Parameters that FSDP2 leaves alone (experts, which are spread over the same ranks already).
 
     Returns:
         The sharded modules.
     """
-    data_mesh = mesh.data_mesh()
+    options: Any = {
+        "mesh": mesh.data_mesh(),
+        "reshard_after_forward": reshard_after_forward,
+        "ignored_params": set(ignored) or None,
+    }
     sharded = []
     for block in blocks:
-        if any(p.requires_grad for p in block.parameters()):
-            sharded.append(fully_shard(block, mesh=data_mesh, reshard_after_forward=reshard_after_forward))
+        if any(p.requires_grad and p not in ignored for p in block.parameters()):
+            sharded.append(fully_shard(block, **options))
     if wrap is not None and wrap not in blocks:
-        sharded.append(fully_shard(wrap, mesh=data_mesh, reshard_after_forward=reshard_after_forward))
+        sharded.append(fully_shard(wrap, **options))
     return sharded  # type: ignore[return-value]
 
 
 def is_data_sharded(parameter: torch.Tensor, mesh: HybridMesh) -> bool:
     """Tell whether FSDP2 manages a parameter (and so reduces its gradient)."""
     return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def is_expert(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter is spread over the expert-parallel axis, so that its gradient holds all its ranks' tokens."""
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 class GradientReducer:

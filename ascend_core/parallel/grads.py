@@ -1,7 +1,8 @@
 """Finish gradients after the last backward of a step: one place for every sum that a layout leaves open.
 
 Order: DTensor gradients take the placement of their parameter; parameters that live on several stages (tied weights)
-are summed over those stages; FSDP2 reduces its shards; everything else is averaged over the replicas.
+are summed over those stages; FSDP2 reduces its shards; everything else is averaged over the replicas. The gradients of
+experts hold the tokens of their whole expert-parallel group already: they are summed over the copies of each expert.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ascend_core import _shim
 from ascend_core.errors import ConfigError
 from ascend_core.mesh import HybridMesh
-from ascend_core.parallel.data import GradientReducer, is_data_sharded, local
+from ascend_core.parallel.data import GradientReducer, is_data_sharded, is_expert, local
 
 
 class GradientFinisher:
@@ -37,15 +38,17 @@ class GradientFinisher:
         trainable = {n: p for n, p in self.parameters.items() if p.requires_grad}
         self.first_holder: dict[int, bool] = {}
         self._shared = self._shared_reducers(trainable) if mesh.size("pp") > 1 else []
-        replicated = [p for p in trainable.values() if not is_data_sharded(p, mesh)]
+        experts = [p for p in trainable.values() if is_expert(p)]
+        replicated = [p for p in trainable.values() if not is_data_sharded(p, mesh) and not is_expert(p)]
         dp = mesh.size("dp")
+        self._experts = GradientReducer(experts, mesh.group("edp"), dp) if experts else None
         self._average = GradientReducer(replicated, mesh.group("dp"), dp) if dp > 1 and replicated else None
 
     def finish(self) -> None:
         """Make every ``.grad`` the gradient of the global batch's mean loss.
 
         Communication: all-reduce of tied weights over their stages; reduce-scatter of FSDP2 shards; all-reduce of the
-        rest over the data-parallel axis.
+        rest over the data-parallel axis, of experts over its part with the same experts.
         """
         for p in self.parameters.values():
             _match_placement(p)
@@ -54,6 +57,8 @@ class GradientFinisher:
         _shim.reduce_accumulated_gradients(self.sharded)
         if self._average is not None:
             self._average()
+        if self._experts is not None:
+            self._experts()
 
     def _shared_reducers(self, trainable: Mapping[str, nn.Parameter]) -> list[GradientReducer]:
         names: list[list[str]] = [[] for _ in range(self.mesh.size("pp"))]
@@ -110,7 +115,7 @@ def total_norm(
         0-dim float32 tensor, equal on all ranks.
 
     Communication:
-        Three all-reduces of at most four elements, over ``tp``, ``dp_shard`` and ``pp``.
+        All-reduces of at most four elements over ``tp``, ``dp_shard``, ``ep`` and ``pp``.
     """
     if norm_type <= 0:
         raise ConfigError(f"norm_type={norm_type} is not a norm.", "", "Use a positive number or inf.")
@@ -126,12 +131,13 @@ def total_norm(
         value = grad.abs().max() if infinite and grad.numel() else grad.abs().pow(norm_type).sum()
         slots.setdefault(_shard_axes(p.grad), []).append(value)
     combine = (lambda v: v.max()) if infinite else (lambda v: v.sum())
-    keys = [frozenset(), frozenset({"tp"}), frozenset({"dp_shard"}), frozenset({"tp", "dp_shard"})]
+    shards = ((), ("tp",), ("dp_shard",), ("tp", "dp_shard"), ("ep",))
+    keys = [frozenset(axes) for axes in shards]
     zero = torch.zeros((), device=device or torch.device(mesh.device_type))
     vector = torch.stack([combine(torch.stack(slots[k])) if k in slots else zero for k in keys])
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    vector = _reduce_slots(vector, [1, 3], mesh, "tp", op)
-    vector = _reduce_slots(vector, [2, 3], mesh, "dp_shard", op)
+    for axis in ("tp", "dp_shard", "ep"):
+        vector = _reduce_slots(vector, [i for i, axes in enumerate(shards) if axis in axes], mesh, axis, op)
     total = combine(vector)
     if mesh.size("pp") > 1:
         dist.all_reduce(total, op=op, group=mesh.group("pp"))

@@ -1,0 +1,40 @@
+"""Experts spread over ranks train like one process that holds them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import experts
+import pytest
+from rank_pool import RankPool
+
+EP2 = {"expert_parallel_size": 2}
+PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+TP2 = {"tensor_parallel_size": 2}
+CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], int]] = {
+    "ep2": (2, "plain", EP2, {}, 1),
+    "ep4-gelu-top1": (4, "plain", {"expert_parallel_size": 4}, {"top_k": 1, "activation": "gelu", "normalize_weights": False}, 1),
+    "dp4-ep2-balance": (4, "plain", EP2, {"load_balance_coefficient": 0.1}, 1),
+    "dp2-balance": (2, "plain", {}, {"load_balance_coefficient": 0.1}, 1),
+    "ep4-idle": (4, "plain", {"expert_parallel_size": 4}, {"idle": True}, 1),
+    "ep2-capacity": (2, "plain", EP2, {"capacity_factor": 0.8}, 2),
+    "pp2-ep2": (4, "plain", {**PP2, **EP2}, {}, 1),
+    "pp2-ep2-capacity": (4, "plain", {**PP2, **EP2}, {"capacity_factor": 0.8}, 8),
+    "pp2-ep2-zero-bubble": (4, "plain", {**PP2, **EP2, "schedule": "ZBVZeroBubble"}, {"layers": 4}, 1),
+    "tp2-ep2": (4, "plain", {**TP2, **EP2}, {}, 1),
+    "dp4-ep2-zero2": (4, "plain", {**EP2, "zero_stage": 2}, {}, 1),
+    "dp4-ep2-hsdp3": (4, "plain", {**EP2, "zero_stage": 3, "data_parallel_shard_size": 2}, {}, 1),
+    "pp2-ep2-zero2": (4, "plain", {**PP2, **EP2, "zero_stage": 2}, {}, 1),
+    "qwen3-moe-ep2": (2, "qwen3", EP2, {}, 1),
+    "mixtral-ep2-zero3": (2, "mixtral", {**EP2, "zero_stage": 3}, {}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_like_one_process(pool: RankPool, name: str) -> None:
+    """Tolerance 1e-5 (fp32): only the order of sums changes. The reference runs every expert on every token."""
+    world, kind, config, options, parts = CASES[name]
+    results = pool.run(world, experts.compare, kind, config, options, parts, deadline_s=120)
+    worst = {key: max(r[key] for r in results if key in r) for key in results[0]}
+    print(name, worst)
+    assert max(worst.values()) < 1e-5, worst
