@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -202,16 +203,15 @@ def resume(config: dict[str, Any]) -> dict[str, float]:
     again_optimizer, _ = tiny.optimizer_and_schedule(again.parameters())
     again.load_state_dict(params)
     again.load_optimizer_state_dict(again_optimizer, moments)
-    by_number = {i: moments["state"][n] for i, (n, _) in enumerate(plain.named_parameters())}
+    by_number = {i: copy.deepcopy(moments["state"][n]) for i, (n, _) in enumerate(plain.named_parameters())}
     plain_optimizer.load_state_dict({**plain_optimizer.state_dict(), "state": by_number})
     for old in (model, again):
         x, y = tiny.local_batch(50, mesh.rank("dp"), mesh.size("dp"))
         old.forward_backward(lambda b, _: loss_of(old.module, *b), (x, y))
         old.finish_gradients()
     loss_of(plain, *tiny.batch(50)).backward()
-    for group in optimizer.param_groups:
-        group["lr"] = 3e-3
     for o in (optimizer, again_optimizer, plain_optimizer):
+        o.param_groups[0]["lr"] = 3e-3
         o.step()
     whole, anew = model.state_dict(), again.state_dict()
     if dist.get_rank():
@@ -254,7 +254,9 @@ class MixingExperts(nn.Module):
 
     def forward(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         centred = tokens - tokens.mean(0)
-        return sum(weights[:, k, None] * torch.einsum("td,tde->te", centred, self.weight[index[:, k]]) for k in range(2))
+        return sum(
+            weights[:, k, None] * torch.einsum("td,tde->te", centred, self.weight[index[:, k]]) for k in range(index.shape[1])
+        )
 
 
 def mixing_experts() -> nn.Module:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import experts
 import pytest
+from npu_pool import NpuPool
 from rank_pool import RankPool
 
 EP2 = {"expert_parallel_size": 2}
@@ -36,5 +38,39 @@ def test_trains_like_one_process(pool: RankPool, name: str) -> None:
     world, kind, config, options, parts = CASES[name]
     results = pool.run(world, experts.compare, kind, config, options, parts, deadline_s=120)
     worst = {key: max(r[key] for r in results if key in r) for key in results[0]}
-    print(name, worst)
+    assert max(worst.values()) < 1e-5, worst
+
+
+@pytest.mark.parametrize("config", [{**EP2}, {**PP2, **EP2}], ids=["dp4-ep2", "pp2-ep2"])
+def test_whole_state_goes_out_and_in(pool: RankPool, config: dict[str, Any]) -> None:
+    """Names and shapes of the unsplit model, which loads them and trains on as the spread one does."""
+    gaps = pool.run(4, experts.resume, config, deadline_s=120)[0]
+    assert gaps["same"] == 0 and gaps["plain"] < 1e-5, gaps
+
+
+REFUSED: dict[str, tuple[int, dict[str, Any], str, str]] = {
+    "no_experts": (2, EP2, "ConfigError", "TinyGPT has no MoE layer that can be spread"),
+    "three_experts": (2, EP2, "ConfigError", "'0.experts' has 3 experts, which do not divide over expert_parallel_size=2"),
+    "tied_experts": (2, EP2, "ConfigError", "'0.experts.down_proj' is also '1.experts.down_proj'"),
+    "mixing_experts": (2, EP2, "ModelError", r"(?s)MixingExperts\) cannot be spread.*its output differs by"),
+    "balanced_pipeline": (2, {**PP2, "data_parallel_size": 1}, "ModelError", "load-balance loss in a pipeline"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_spread_is_refused(pool: RankPool, name: str) -> None:
+    world, config, kind, text = REFUSED[name]
+    for result in pool.run(world, experts.attempt, name, config):
+        assert result[0] == kind and re.search(text, result[1]), result
+
+
+def test_the_axis_divides_data_parallel(pool: RankPool) -> None:
+    for kind, text in pool.run(3, experts.attempt, "no_experts", EP2):
+        assert kind == "ConfigError" and "expert_parallel_size 2 does not divide the data-parallel size 3" in text
+
+
+def test_on_npus(npu_pool: NpuPool) -> None:
+    """Over HCCL; one of the ranks gets no tokens."""
+    results = npu_pool.run(2, experts.compare, "plain", EP2, {"idle": True}, 1, "npu", deadline_s=200)
+    worst = {key: max(r[key] for r in results if key in r) for key in results[0]}
     assert max(worst.values()) < 1e-5, worst
