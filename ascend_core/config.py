@@ -38,7 +38,7 @@ class HybridConfig:
         tensor_parallel_plan: ``"auto"``, or ``{module glob: style}`` (:mod:`ascend_core.parallel.tp_plans`).
         qkv_split: ``"column"`` splits attention by columns: by whole heads where that is exact, else by plain columns
             with a gather; ``"heads"`` refuses the gather.
-        activation_checkpoint_blocks: Not available yet.
+        activation_checkpoint_blocks: Recompute activations in backward, in groups of so many blocks; 0 keeps them.
         compression: Not available yet.
         max_staleness: Not available yet.
         fused_kernels: ``"auto"`` or False; no fused kernel exists yet, so True is refused.

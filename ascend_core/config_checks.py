@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 _LATER: dict[str, Any] = {
     "sequence_parallel": False,
-    "activation_checkpoint_blocks": 0,
     "compression": None,
     "max_staleness": 0,
     "compile": False,
@@ -52,6 +51,13 @@ def _check_sizes(c: HybridConfig) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             allowed = "a whole number of at least 1" + (" or 'auto'" if auto else "")
             raise ConfigError(f"{name}={value!r}: must be {allowed}.", "", f"Set {name} to {allowed}.")
+    n = c.activation_checkpoint_blocks
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise ConfigError(
+            f"activation_checkpoint_blocks={n!r}: must be a whole number of at least 0.",
+            "Activations are recomputed in groups of so many blocks; 0 keeps them.",
+            "Set activation_checkpoint_blocks to the blocks of a group, for example 4.",
+        )
 
 
 def _check_available(c: HybridConfig) -> None:

@@ -50,7 +50,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         sequence_parallel: Not available yet.
         tensor_parallel_plan: ``"auto"`` or ``{module glob: style}``.
         qkv_split: ``"column"`` or ``"heads"``.
-        activation_checkpoint_blocks: Not available yet.
+        activation_checkpoint_blocks: Blocks that are recomputed together; 0 for none.
         compression: Not available yet.
         max_staleness: Not available yet.
         fused_kernels: ``"auto"`` or False.

@@ -1,7 +1,7 @@
 """The one place that says in which order techniques are applied.
 
 Agree on initial values; cut into pipeline stages; split tensors; spread experts; shard or replicate data-parallel; put
-up the gates. Activation checkpointing and compile will go between tensor and data parallel.
+up the gates and, under them, activation checkpointing. Compile will go between tensor and data parallel.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from ascend_core import _shim
 from ascend_core.config import HybridConfig
 from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
-from ascend_core.parallel.blocks import BlockList, deal, find_blocks, prune
+from ascend_core.parallel.blocks import BlockList, deal, find_blocks, move, prune
 from ascend_core.parallel.data import shard_parameters
 from ascend_core.parallel.expert import connect_load_balance, find_experts, spread_experts
 from ascend_core.parallel.failures import raise_together
 from ascend_core.parallel.gates import BlockGates
+from ascend_core.parallel.recompute import BlockRecompute
 from ascend_core.parallel.rng import StepRng
 from ascend_core.parallel.state import Names, describe
 from ascend_core.parallel.tensor import apply_tensor_parallel, expand_plan
@@ -39,12 +40,14 @@ class Applied:
         sharded: FSDP2 modules, outermost last.
         names: Names of the unsplit model.
         rng: Random streams of a step.
+        recompute: Activation checkpointing, or None.
     """
 
     gates: BlockGates | None
     sharded: list[nn.Module]
     names: Names
     rng: StepRng
+    recompute: BlockRecompute | None = None
 
 
 def apply(
@@ -87,7 +90,7 @@ def apply(
         local = {i for s, (first, end) in enumerate(stages) if owners[s] == here for i in range(first, end)}
         prune(model, blocks, local, is_first=here == owners[0], is_last=here == owners[-1])
         local_names = [n for i, n in enumerate(blocks.names) if i in local]
-    model.to(device)
+    move(model, device)
 
     error: Exception | None
     if mesh.size("tp") > 1:
@@ -117,14 +120,33 @@ def apply(
             for module in sharded:
                 _shim.defer_gradient_reduction(module)  # type: ignore[arg-type]
 
-    gates = BlockGates(model, blocks, stages, mesh.group("pp"), rng, config.schedule) if stages and blocks else None
-    return Applied(gates, sharded, Names(*description, model), rng)
+    recompute = _recompute(model, blocks, config, device)
+    gates = None
+    if stages and blocks:
+        gates = BlockGates(model, blocks, stages, mesh.group("pp"), rng, config.schedule, recompute)
+    elif recompute is not None:
+        recompute.install()
+    return Applied(gates, sharded, Names(*description, model), rng, recompute)
+
+
+def _recompute(model: nn.Module, blocks: BlockList | None, config: HybridConfig, device: torch.device) -> BlockRecompute | None:
+    if not config.activation_checkpoint_blocks:
+        return None
+    if not blocks:
+        raise ModelError(
+            f"activation_checkpoint_blocks={config.activation_checkpoint_blocks}: "
+            f"{type(model).__name__} has no list of blocks.",
+            "Activations are recomputed in groups of blocks.",
+            "Put the layers into an nn.ModuleList or nn.Sequential, or set activation_checkpoint_blocks=0.",
+        )
+    modules = dict(model.named_modules())
+    return BlockRecompute([modules[n] for n in blocks.names], config.activation_checkpoint_blocks, device)
 
 
 def _blocks(
     model: nn.Module, config: HybridConfig, mesh: HybridMesh, pipeline_module: str, root_is_boundary: bool
 ) -> BlockList | None:
-    needed = mesh.size("pp") > 1 or mesh.size("tp") > 1 or config.zero_stage
+    needed = mesh.size("pp") > 1 or mesh.size("tp") > 1 or config.zero_stage or config.activation_checkpoint_blocks
     if not needed:
         return None
     try:

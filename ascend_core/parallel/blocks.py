@@ -145,6 +145,30 @@ def hollow(drop: list[nn.Module], root: nn.Module) -> None:
                     setattr(child, name, None)
 
 
+def move(root: nn.Module, device: torch.device) -> None:
+    """Move a pruned model to a device, as ``root.to(device)`` does.
+
+    torch_npu's ``to()`` also sets the formats of weights, and fails on a batch norm whose weight is None, as it is in a
+    hollow one; so modules are moved one by one, and those that hold nothing are passed over.
+
+    Args:
+        root: The model.
+        device: Where to.
+    """
+    for module in root.modules():
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        if not parameters and not buffers:
+            continue
+        if next(module.children(), None) is None:
+            module.to(device)
+            continue
+        for p in parameters.values():
+            p.data = p.data.to(device)
+        for name, buffer in buffers.items():
+            setattr(module, name, buffer.to(device))
+
+
 def _reachable(module: nn.Module, without: set[int], found: dict[int, nn.Module] | None = None) -> dict[int, nn.Module]:
     """All modules that can be reached without passing through the excluded ones, by ``id()``."""
     found = {} if found is None else found

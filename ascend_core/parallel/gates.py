@@ -23,6 +23,7 @@ from ascend_core.errors import ModelError
 from ascend_core.parallel.activations import activation, broadcast_nest, poison, replace
 from ascend_core.parallel.blocks import BlockList
 from ascend_core.parallel.failures import portable
+from ascend_core.parallel.recompute import BlockRecompute
 from ascend_core.parallel.rng import StepRng
 from ascend_core.schedule_rules import stage_owner
 
@@ -59,6 +60,7 @@ class BlockGates:
         group: The pipeline group.
         rng: Random streams.
         schedule: The schedule, which tells which rank of the group owns which stage.
+        recompute: Runs blocks under activation checkpointing, or None.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class BlockGates:
         group: dist.ProcessGroup,
         rng: StepRng,
         schedule: str,
+        recompute: BlockRecompute | None = None,
     ) -> None:
+        self.recompute = recompute
         self.blocks, self.stages, self.group, self.rng, self.schedule = blocks, stages, group, rng, schedule
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.run: StageRun | None = None
@@ -164,7 +168,9 @@ class BlockGates:
             if run.received is not None:
                 args, kwargs = replace(args, kwargs, run.received)
             self.rng.enter_blocks()
-        output = call(*args, **kwargs)
+            if self.recompute is not None:
+                self.recompute.end_group()
+        output = self.recompute(index, call, args, kwargs) if self.recompute is not None else call(*args, **kwargs)
         if index == run.end - 1:
             self.rng.leave_blocks()
         return output

@@ -49,7 +49,7 @@ class ParallelModel:
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
     ) -> None:
         self.module, self.config, self.mesh, self.device, self.loss_fn = module, config, mesh, device, loss_fn
-        self.names, self.rng, self.gates = applied.names, applied.rng, applied.gates
+        self.names, self.rng, self.gates, self.recompute = applied.names, applied.rng, applied.gates, applied.recompute
         self._sharded = applied.sharded
         self._sync = True
         self.named = dict(module.named_parameters())
@@ -234,9 +234,11 @@ class ParallelModel:
             group["foreach"] = False
 
     def close(self) -> None:
-        """Take the gates off the module."""
+        """Take the gates and recomputation off the module."""
         if self.gates is not None:
             self.gates.remove()
+        elif self.recompute is not None:
+            self.recompute.remove()
 
 
 class GradientStash:

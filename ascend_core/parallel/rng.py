@@ -45,22 +45,22 @@ class StepRng:
     @contextmanager
     def user_code(self, stage: int, microbatch: int) -> Iterator[None]:
         """Run the user's step of one microbatch with the stream all stages share."""
-        outside = self._states()
+        outside = generator_states(self.device)
         self._stage, self._microbatch = stage, microbatch
         self._seed("step", microbatch)
         try:
             yield
         finally:
-            self._set(outside)
+            set_generator_states(outside, self.device)
 
     def enter_blocks(self) -> None:
         """Switch to the stage's own stream."""
-        self._user_state = self._states()
+        self._user_state = generator_states(self.device)
         self._seed("blocks", self._microbatch, self._stage)
 
     def leave_blocks(self) -> None:
         """Switch back to the shared stream, where it was left."""
-        self._set(self._user_state)
+        set_generator_states(self._user_state, self.device)
 
     def _seed(self, *key: object) -> None:
         text = repr((self.base_seed, self.dp_rank, self.step, *key)).encode()
@@ -71,14 +71,18 @@ class StepRng:
         random.seed(seed)
         np.random.seed(seed % 2**32)
 
-    def _states(self) -> tuple[Any, ...]:
-        device = None if self.device.type == "cpu" else torch.get_device_module(self.device).get_rng_state()
-        return (torch.get_rng_state(), device, random.getstate(), np.random.get_state())
 
-    def _set(self, states: tuple[Any, ...]) -> None:
-        cpu, device, python, numpy = states
-        torch.set_rng_state(cpu)
-        if device is not None:
-            torch.get_device_module(self.device).set_rng_state(device)
-        random.setstate(python)
-        np.random.set_state(numpy)
+def generator_states(device: torch.device) -> tuple[Any, ...]:
+    """States of all generators that a model may draw from: torch's on the CPU and the device, Python's, NumPy's."""
+    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
+    return (torch.get_rng_state(), own, random.getstate(), np.random.get_state())
+
+
+def set_generator_states(states: tuple[Any, ...], device: torch.device) -> None:
+    """Put back what :func:`generator_states` returned."""
+    cpu, own, python, numpy = states
+    torch.set_rng_state(cpu)
+    if own is not None:
+        torch.get_device_module(device).set_rng_state(own)
+    random.setstate(python)
+    np.random.set_state(numpy)
