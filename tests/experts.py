@@ -138,15 +138,21 @@ def local_experts(module: nn.Module) -> list[torch.Tensor]:
     return [p.to_local() for n, p in module.named_parameters() if ".experts." in n]
 
 
-def plain_run(kind: str, options: dict[str, Any], parts: int) -> tuple[tiny.History, Any]:
-    """One process. ``parts`` cuts each batch into the calls that ranks and microbatches make of it."""
+def calls(batch: tuple[torch.Tensor, ...], replicas: int, parts: int) -> list[tuple[torch.Tensor, ...]]:
+    """Cut a batch as microbatches do: part ``i`` holds part ``i`` of every replica's share."""
+    cut = [t.unflatten(0, (replicas, parts, -1)).transpose(0, 1).flatten(1, 2) for t in batch]
+    return list(zip(*cut, strict=True))
+
+
+def plain_run(kind: str, options: dict[str, Any], replicas: int, parts: int) -> tuple[tiny.History, Any]:
+    """One process. The calls of a batch are those of ``parts`` microbatches on ``replicas``, see :func:`calls`."""
     model = build(kind, DenseMoE, options)
     optimizer, schedule = tiny.optimizer_and_schedule(model.parameters())
     history = tiny.History([], [], {}, {})
     for step in range(STEPS):
         total = 0.0
         for micro in range(ACCUMULATE):
-            for x, y in zip(*(t.chunk(parts) for t in tiny.batch(step * ACCUMULATE + micro)), strict=True):
+            for x, y in calls(tiny.batch(step * ACCUMULATE + micro), replicas, parts):
                 loss = loss_of(model, x, y) / ACCUMULATE / parts
                 loss.backward()
                 total += loss.item()
@@ -162,12 +168,15 @@ def plain_run(kind: str, options: dict[str, Any], parts: int) -> tuple[tiny.Hist
 
 
 def compare(
-    kind: str, config: dict[str, Any], options: dict[str, Any] | None = None, parts: int = 1, device_type: str = "cpu"
+    kind: str,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    cut: tuple[int, int] = (1, 1),
+    device_type: str = "cpu",
 ) -> dict[str, float]:
     """Train both ways on every rank; return the largest differences (parameters, gradients and moments on rank 0)."""
-    options = options or {}
     history, (moments, _, _) = train(kind, config, options, device_type)
-    plain, plain_moments = plain_run(kind, options, parts)
+    plain, plain_moments = plain_run(kind, options, *cut)
     differences = {
         "loss": max(abs(a - b) for a, b in zip(history.losses, plain.losses, strict=True)),
         "norm": max(abs(a - b) for a, b in zip(history.norms, plain.norms, strict=True)),
@@ -263,5 +272,23 @@ def mixing_experts() -> nn.Module:
     return nn.Sequential(MoELayer(8, 8, 4, experts=MixingExperts()))
 
 
-def balanced_pipeline() -> nn.Module:
-    return MoEGPT(load_balance_coefficient=0.1)
+class OutsideBlocks(MoEGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoELayer(tiny.DIM, 8, 4)
+
+
+def unlike_replicas(batches: list[list[int]], config: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Losses against one process when replicas have batches of unlike sizes; or the error."""
+    c = HybridConfig(**config)
+    mesh = build_mesh(c, "cpu")
+    model, plain = parallelize(build("plain", MoELayer, options), c, mesh), build("plain", DenseMoE, {})
+    worst = 0.0
+    try:
+        for step, sizes in enumerate(batches):
+            x, y = tiny.batch(step, sizes[mesh.rank("dp")])
+            loss, _ = model.forward_backward(lambda b, _: tiny.token_loss(model.module(b[0]), b[1]), (x, y))
+            worst = max(worst, abs(float(loss) - float(tiny.token_loss(plain(x), y))))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return worst

@@ -13,30 +13,38 @@ from rank_pool import RankPool
 EP2 = {"expert_parallel_size": 2}
 PP2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 TP2 = {"tensor_parallel_size": 2}
-CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], int]] = {
-    "ep2": (2, "plain", EP2, {}, 1),
-    "ep4-gelu-top1": (4, "plain", {"expert_parallel_size": 4}, {"top_k": 1, "activation": "gelu", "normalize_weights": False}, 1),
-    "dp4-ep2-balance": (4, "plain", EP2, {"load_balance_coefficient": 0.1}, 1),
-    "dp2-balance": (2, "plain", {}, {"load_balance_coefficient": 0.1}, 1),
-    "ep4-idle": (4, "plain", {"expert_parallel_size": 4}, {"idle": True}, 1),
-    "ep2-capacity": (2, "plain", EP2, {"capacity_factor": 0.8}, 2),
-    "pp2-ep2": (4, "plain", {**PP2, **EP2}, {}, 1),
-    "pp2-ep2-capacity": (4, "plain", {**PP2, **EP2}, {"capacity_factor": 0.8}, 8),
-    "pp2-ep2-zero-bubble": (4, "plain", {**PP2, **EP2, "schedule": "ZBVZeroBubble"}, {"layers": 4}, 1),
-    "tp2-ep2": (4, "plain", {**TP2, **EP2}, {}, 1),
-    "dp4-ep2-zero2": (4, "plain", {**EP2, "zero_stage": 2}, {}, 1),
-    "dp4-ep2-hsdp3": (4, "plain", {**EP2, "zero_stage": 3, "data_parallel_shard_size": 2}, {}, 1),
-    "pp2-ep2-zero2": (4, "plain", {**PP2, **EP2, "zero_stage": 2}, {}, 1),
-    "qwen3-moe-ep2": (2, "qwen3", EP2, {}, 1),
-    "mixtral-ep2-zero3": (2, "mixtral", {**EP2, "zero_stage": 3}, {}, 1),
+CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[int, int]]] = {
+    "ep2": (2, "plain", EP2, {}, (1, 1)),
+    "ep4-gelu-top1": (4, "plain", {"expert_parallel_size": 4}, {"top_k": 1, "activation": "gelu", "normalize_weights": False}, (1, 1)),
+    "dp4-ep2-balance": (4, "plain", EP2, {"load_balance_coefficient": 0.1}, (1, 1)),
+    "dp2-balance": (2, "plain", {}, {"load_balance_coefficient": 0.1}, (1, 1)),
+    "ep4-idle": (4, "plain", {"expert_parallel_size": 4}, {"idle": True}, (1, 1)),
+    "ep2-capacity": (2, "plain", EP2, {"capacity_factor": 0.8}, (1, 2)),
+    "pp2-ep2": (4, "plain", {**PP2, **EP2}, {}, (1, 1)),
+    "pp2-ep2-capacity": (4, "plain", {**PP2, **EP2}, {"capacity_factor": 0.8}, (1, 8)),
+    "pp2-ep2-balance": (4, "plain", {**PP2, **EP2}, {"load_balance_coefficient": 0.1}, (2, 4)),
+    "pp2-ep2-balance-zbv": (
+        4,
+        "plain",
+        {**PP2, **EP2, "schedule": "ZBVZeroBubble", "activation_checkpoint_blocks": 1},
+        {"layers": 4, "load_balance_coefficient": 0.1},
+        (2, 4),
+    ),
+    "pp2-ep2-zero-bubble": (4, "plain", {**PP2, **EP2, "schedule": "ZBVZeroBubble"}, {"layers": 4}, (1, 1)),
+    "tp2-ep2": (4, "plain", {**TP2, **EP2}, {}, (1, 1)),
+    "dp4-ep2-zero2": (4, "plain", {**EP2, "zero_stage": 2}, {}, (1, 1)),
+    "dp4-ep2-hsdp3": (4, "plain", {**EP2, "zero_stage": 3, "data_parallel_shard_size": 2}, {}, (1, 1)),
+    "pp2-ep2-zero2": (4, "plain", {**PP2, **EP2, "zero_stage": 2}, {}, (1, 1)),
+    "qwen3-moe-ep2": (2, "qwen3", EP2, {}, (1, 1)),
+    "mixtral-ep2-zero3": (2, "mixtral", {**EP2, "zero_stage": 3}, {}, (1, 1)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_trains_like_one_process(pool: RankPool, name: str) -> None:
     """Tolerance 1e-5 (fp32): only the order of sums changes. The reference runs every expert on every token."""
-    world, kind, config, options, parts = CASES[name]
-    results = pool.run(world, experts.compare, kind, config, options, parts, deadline_s=120)
+    world, kind, config, options, cut = CASES[name]
+    results = pool.run(world, experts.compare, kind, config, options, cut, deadline_s=120)
     worst = {key: max(r[key] for r in results if key in r) for key in results[0]}
     assert max(worst.values()) < 1e-5, worst
 
@@ -53,7 +61,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str, str]] = {
     "three_experts": (2, EP2, "ConfigError", "'0.experts' has 3 experts, which do not divide over expert_parallel_size=2"),
     "tied_experts": (2, EP2, "ConfigError", "'0.experts.down_proj' is also '1.experts.down_proj'"),
     "mixing_experts": (2, EP2, "ModelError", r"(?s)MixingExperts\) cannot be spread.*its output differs by"),
-    "balanced_pipeline": (2, {**PP2, "data_parallel_size": 1}, "ModelError", "load-balance loss in a pipeline"),
+    "OutsideBlocks": (4, {**PP2, **EP2}, "ConfigError", "'moe.experts' is outside of the blocks 'blocks.0' to 'blocks.1'"),
 }
 
 
@@ -69,8 +77,22 @@ def test_the_axis_divides_data_parallel(pool: RankPool) -> None:
         assert kind == "ConfigError" and "expert_parallel_size 2 does not divide the data-parallel size 3" in text
 
 
+def test_replicas_with_unlike_batches(pool: RankPool) -> None:
+    """Another size on one replica makes all measure; another number of microbatches is refused on all."""
+    config = {**PP2, **EP2}
+    assert max(pool.run(4, experts.unlike_replicas, [[8, 8], [8, 4], [4, 8], [8, 8]], config, {})) < 1e-5
+    for kind, text in pool.run(4, experts.unlike_replicas, [[8, 8], [8, 6]], config, {}):
+        assert kind == "ModelError" and "give between 3 and 4 microbatches" in text, text
+
+
+def test_a_load_balance_loss_that_the_step_forgets(pool: RankPool) -> None:
+    options = {"load_balance_coefficient": 0.1}
+    for kind, text in pool.run(2, experts.unlike_replicas, [[8]], PP2, options):
+        assert kind == "ModelError" and "did not add load_balance_loss(model)" in text, text
+
+
 def test_on_npus(npu_pool: NpuPool) -> None:
     """Over HCCL; one of the ranks gets no tokens."""
-    results = npu_pool.run(2, experts.compare, "plain", EP2, {"idle": True}, 1, "npu", deadline_s=200)
+    results = npu_pool.run(2, experts.compare, "plain", EP2, {"idle": True}, (1, 1), "npu", deadline_s=200)
     worst = {key: max(r[key] for r in results if key in r) for key in results[0]}
     assert max(worst.values()) < 1e-5, worst

@@ -20,7 +20,7 @@ from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.blocks import BlockList, deal, find_blocks, move, prune
 from ascend_core.parallel.data import shard_parameters
-from ascend_core.parallel.expert import connect_load_balance, find_experts, spread_experts
+from ascend_core.parallel.expert import connect_load_balance, find_experts, refuse_outside_blocks, spread_experts
 from ascend_core.parallel.failures import raise_together
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.recompute import BlockRecompute
@@ -86,6 +86,7 @@ def apply(
     stages = deal(blocks, mesh.size("pp") * config.num_stages_per_rank) if blocks and mesh.size("pp") > 1 else []
     local_names = list(blocks.names) if blocks else []
     if stages and blocks:
+        refuse_outside_blocks(model, experts, blocks.names)
         here, owners = mesh.rank("pp"), [stage_owner(config.schedule, s, mesh.size("pp")) for s in range(len(stages))]
         local = {i for s, (first, end) in enumerate(stages) if owners[s] == here for i in range(first, end)}
         prune(model, blocks, local, is_first=here == owners[0], is_last=here == owners[-1])

@@ -234,19 +234,25 @@ def _unproved(name: str, module: nn.Module, why: str) -> ModelError:
     )
 
 
-def connect_load_balance(model: nn.Module, mesh: HybridMesh) -> None:
-    """Let the load-balance losses of :class:`MoELayer` count the tokens of all replicas.
+def refuse_outside_blocks(model: nn.Module, experts: list[str], block_names: tuple[str, ...]) -> None:
+    """Refuse MoE layers that a pipeline would run on every stage.
 
     Raises:
-        ModelError: There is such a loss in a pipeline.
+        ConfigError: A spread experts module, or a layer with a load-balance loss, is in no block.
     """
+    layers = [n for n, m in model.named_modules() if isinstance(m, MoELayer) and m.load_balance_coefficient]
+    for name in (*experts, *layers):
+        if not any(name.startswith(f"{block}.") for block in block_names):
+            raise ConfigError(
+                f"The MoE layer {name!r} is outside of the blocks {block_names[0]!r} to {block_names[-1]!r}.",
+                "What is outside of the blocks runs on every pipeline stage, without its real input on most of them.",
+                "Move it into a block, or use pipeline_parallel_size=1.",
+            )
+
+
+def connect_load_balance(model: nn.Module, mesh: HybridMesh) -> None:
+    """Let the load-balance losses of :class:`MoELayer` count the tokens of all replicas."""
     layers = [m for m in model.modules() if isinstance(m, MoELayer) and m.load_balance_coefficient]
-    if layers and mesh.size("pp") > 1:
-        raise ModelError(
-            "A load-balance loss in a pipeline.",
-            "It is computed in every stage, but only the last one's step can add it to the loss.",
-            "Set load_balance_coefficient=0, or use pipeline_parallel_size=1.",
-        )
     if mesh.size("dp") == 1:
         return
     group, size = mesh.group("dp"), mesh.size("dp")

@@ -21,6 +21,7 @@ from ascend_core.mesh import HybridMesh
 from ascend_core.parallel import grads, state
 from ascend_core.parallel.apply import Applied
 from ascend_core.parallel.data import local
+from ascend_core.parallel.expert_steps import replicas_that_wait
 from ascend_core.parallel.pipeline import PipelineRunner, StepFn
 
 
@@ -56,7 +57,8 @@ class ParallelModel:
         self.parameter_names = {id(p): n for n, p in self.named.items()}
         deferred = applied.sharded if applied.gates is not None else ()
         self._finisher = grads.GradientFinisher(self.named, mesh, deferred)
-        self.runner = PipelineRunner(applied.gates, module, config, device) if applied.gates is not None else None
+        waiting = replicas_that_wait(module, mesh)
+        self.runner = PipelineRunner(applied.gates, module, config, device, waiting) if applied.gates is not None else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ascend_core import _shim
 from ascend_core.errors import ConfigError
 
 _ACTIVATIONS = ("swiglu", "gelu")
@@ -115,6 +116,7 @@ class MoELayer(nn.Module):
         self.router = nn.Linear(dim, num_experts, bias=False)
         self.experts = GroupedExperts(num_experts, dim, hidden_dim, activation) if experts is None else experts
         self.load_balance_loss: torch.Tensor | None = None
+        self.load_balance_loss_asked = False
         self.sum_over_replicas: Callable[[torch.Tensor], int] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +134,8 @@ class MoELayer(nn.Module):
         if self.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.load_balance_coefficient and self.training and torch.is_grad_enabled():
-            self.load_balance_loss = self.load_balance_coefficient * self._balance(probabilities, index)
+            loss = self.load_balance_coefficient * self._balance(probabilities, index)
+            self.load_balance_loss = self.load_balance_loss if _shim.inside_backward() else loss
         if self.capacity_factor is not None:
             index = self._drop(index)
         return self.experts(tokens, index, weights.to(tokens.dtype)).reshape(x.shape)
@@ -160,6 +163,8 @@ class MoELayer(nn.Module):
 def load_balance_loss(model: nn.Module) -> torch.Tensor | float:
     """Add up the load-balance losses of the last forward, coefficients included; add it to the loss of the step.
 
+    In a pipeline the step must add it as it is; the value holds the last stage's layers only, the gradients all.
+
     Args:
         model: The model, or any module that holds its MoE layers.
 
@@ -168,7 +173,9 @@ def load_balance_loss(model: nn.Module) -> torch.Tensor | float:
     """
     total: torch.Tensor | float = 0.0
     for module in model.modules():
-        if isinstance(module, MoELayer) and module.load_balance_loss is not None:
-            total = total + module.load_balance_loss
-            module.load_balance_loss = None
+        if isinstance(module, MoELayer):
+            module.load_balance_loss_asked = True
+            if module.load_balance_loss is not None:
+                total = total + module.load_balance_loss
+                module.load_balance_loss = None
     return total

@@ -22,6 +22,12 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from ascend_core._shim import pytree
 from ascend_core.config import HybridConfig
 from ascend_core.errors import ModelError
+from ascend_core.parallel.expert_steps import (
+    agree_on_schedule,
+    attach_load_balance,
+    balanced_layers,
+    check_loss_was_added,
+)
 from ascend_core.parallel.failures import portable, shape_changed
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.microbatch import batch_size, choose_microbatches, split_batch
@@ -44,6 +50,7 @@ class _Step:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     errors: list[BaseException] = field(default_factory=list)
     check_nan: bool = False
+    balances: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
 class PipelineRunner:
@@ -54,10 +61,19 @@ class PipelineRunner:
         root: The model; whether its parameters are trained tells whether an activation carries gradients.
         config: The configuration.
         device: This rank's device.
+        waiting: Replicas that wait for each other in every microbatch, or None.
     """
 
-    def __init__(self, gates: BlockGates, root: nn.Module, config: HybridConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        gates: BlockGates,
+        root: nn.Module,
+        config: HybridConfig,
+        device: torch.device,
+        waiting: dist.ProcessGroup | None = None,
+    ) -> None:
         self.gates, self.root, self.config, self.device = gates, root, config, device
+        self.waiting, self.balanced = waiting, balanced_layers(root)
         self.num_stages = len(gates.stages)
         self.local_stages = [s for s in range(self.num_stages) if gates.owner(s) == gates.rank]
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
@@ -132,7 +148,12 @@ class PipelineRunner:
         with self.gates.rng.user_code(stage, number):
             output = self.gates.run_stage(stage, received, lambda: step.step_fn(step.microbatches[number], number))
         if stage == self.num_stages - 1:
+            check_loss_was_added(self.balanced)
             return _checked_loss(output, step.check_nan)
+        if self.balanced:
+            output, value = attach_load_balance(self.gates.stage_blocks(stage), output, step.factors[number])
+            if value is not None:
+                step.balances.append((number, value))
         return output  # type: ignore[no-any-return]
 
     def record(self, error: BaseException) -> None:
@@ -144,7 +165,7 @@ class PipelineRunner:
         """Exchange loss, payload and errors; raise everywhere if any stage failed."""
         step = self._step
         assert step is not None
-        mine: dict[str, Any] = {}
+        mine: dict[str, Any] = {"balance": sum(shares[number] * float(value) for number, value in step.balances)}
         if self.num_stages - 1 in self.local_stages and not step.errors:
             losses = torch.stack([step.losses[i].float() for i in range(len(shares))])
             mine["loss"] = float((losses * losses.new_tensor(shares)).sum())
@@ -163,18 +184,21 @@ class PipelineRunner:
                 error.add_note(f"(raised on pipeline rank {rank}; every rank of the pipeline stops with it)")
                 raise error
         result = everyone[self.gates.owner(self.num_stages - 1)]
-        return torch.tensor(result["loss"], device=self.device), result["payload"]
+        loss = result["loss"] + sum(r["balance"] for r in everyone)
+        return torch.tensor(loss, device=self.device), result["payload"]
 
     # ---- torch's schedule for one batch shape
 
     def _schedule(self, name: str, m: int, shapes: Any) -> Any:
         key = (name, m, shapes, torch.is_autocast_enabled(self.device.type), self.root.training)
         assert self._step is not None
-        if key in self._schedules:
+        known = key in self._schedules
+        measure = not known if self.waiting is None else not agree_on_schedule(self.waiting, self.device, name, m, known)
+        metas = self._measure() if measure else []  # also with a known shape, if another replica's is new
+        if known:
             self._schedules.move_to_end(key)
             return self._schedules[key]
         self._step.check_nan = True
-        metas = self._measure()
         stages = [self._stage(s, metas) for s in self.local_stages]
         factors = lambda: self._step.factors  # type: ignore[union-attr]  # noqa: E731
         schedule = get_schedule_class(name)(
