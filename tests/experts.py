@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+import re
 from typing import Any
 
 import parity
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ascend_core import HybridConfig, build_mesh, parallelize
+from ascend_core.parallel import ParallelModel
 from ascend_core.parallel.moe import MoELayer, load_balance_loss
 
 STEPS, ACCUMULATE, CLIP = 6, 2, 0.5
@@ -37,6 +38,11 @@ class DenseMoE(MoELayer):
         out = torch.zeros_like(tokens)
         for e in range(self.num_experts):
             weight = (value * (index == e)).sum(-1, keepdim=True)
+            if isinstance(self.experts, nn.ModuleList):
+                at = weight.squeeze(-1).nonzero().squeeze(-1)
+                if len(at):
+                    out = out.index_add(0, at, weight[at] * self.experts[e](tokens[at]))
+                continue
             hidden = tokens @ self.experts.gate_up_proj[e].t()
             if self.experts.activation == "swiglu":
                 gate, up = hidden.chunk(2, -1)
@@ -56,10 +62,22 @@ class DenseMoE(MoELayer):
         return kept
 
 
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(tiny.DIM, 24), nn.Linear(24, tiny.DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
 class MoEBlock(nn.Module):
     def __init__(self, layer: type[MoELayer], options: dict[str, Any]) -> None:
         super().__init__()
         self.norm1, self.attn, self.norm2 = nn.LayerNorm(tiny.DIM), tiny.Attention(fused=False), nn.LayerNorm(tiny.DIM)
+        if "listed" in options:
+            options = {**options, "experts": nn.ModuleList(MLP() for _ in range(4))}
+            del options["listed"]
         self.moe = layer(tiny.DIM, 24, 4, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,20 +140,23 @@ def train(kind: str, config: dict[str, Any], options: dict[str, Any], device_typ
         model.finish_gradients()
         if step == 0:
             history.grads = parity.full_grads(model)
+            history.grads |= {n: g for part in listed_grads(model) for n, g in part.items()}
         history.norms.append(float(model.clip_grad_norm_(CLIP)))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         dist.all_reduce(total, group=mesh.group("dp"))
         history.losses.append(float(total) / ranks)
-    if config.get("pipeline_parallel_size", 1) == 1:
-        assert mesh.size("ep") == 1 or any(p.shape[0] != 4 for p in local_experts(model.module)) == (mesh.size("ep") > 1)
     history.params = model.state_dict()
     return history, (model.optimizer_state_dict(optimizer), model, optimizer)
 
 
-def local_experts(module: nn.Module) -> list[torch.Tensor]:
-    return [p.to_local() for n, p in module.named_parameters() if ".experts." in n]
+def listed_grads(model: ParallelModel) -> list[dict[str, torch.Tensor]]:
+    """Gradients of experts in lists, of all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    mine = {n: p.grad.cpu() for n, p in model.named.items() if re.search(r"experts\.\d", n) and p.grad is not None}
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def calls(batch: tuple[torch.Tensor, ...], replicas: int, parts: int) -> list[tuple[torch.Tensor, ...]]:
@@ -186,8 +207,10 @@ def compare(
         assert set(history.grads) >= set(plain.grads), set(plain.grads) - set(history.grads)
         differences["grad"] = max(gap(history.grads[n], g) for n, g in plain.grads.items())
         differences["param"] = max(gap(history.params[n], p) for n, p in plain.params.items())
-        names = [n for n in history.params if n in moments["state"]]
-        first = dict(zip(names, plain_moments["state"].values(), strict=True))
+        names = [n for n, _ in build(kind, DenseMoE, options).named_parameters()]
+        assert moments["param_groups"][0]["params"] == names
+        first = {names[i]: s for i, s in plain_moments["state"].items()}
+        assert first.keys() == moments["state"].keys()
         differences["moment"] = max(gap(moments["state"][n]["exp_avg"], s["exp_avg"]) for n, s in first.items())
     return differences
 
@@ -197,18 +220,18 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def resume(config: dict[str, Any]) -> dict[str, float]:
+def resume(config: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
     """State out of a spread run, into the unsplit model and into a new spread one, which both train on alike."""
-    history, (moments, model, optimizer) = train("plain", config, {}, "cpu")
+    history, (moments, model, optimizer) = train("plain", config, options, "cpu")
     message = [history.params, moments]
     dist.broadcast_object_list(message, src=0)
     params, moments = message
-    plain = build("plain", MoELayer, {})
+    plain = build("plain", MoELayer, options)
     plain.load_state_dict(params)
     plain_optimizer, _ = tiny.optimizer_and_schedule(plain.parameters())
     c = HybridConfig(**config)
     mesh = build_mesh(c, "cpu")
-    again = parallelize(build("plain", MoELayer, {}), c, mesh)
+    again = parallelize(build("plain", MoELayer, options), c, mesh)
     again_optimizer, _ = tiny.optimizer_and_schedule(again.parameters())
     again.load_state_dict(params)
     again.load_optimizer_state_dict(again_optimizer, moments)
@@ -227,68 +250,3 @@ def resume(config: dict[str, Any]) -> dict[str, float]:
         return {}
     reference = plain.state_dict()
     return {"same": max(gap(whole[n], anew[n]) for n in whole), "plain": max(gap(anew[n], p) for n, p in reference.items())}
-
-
-def attempt(build_name: str, config: dict[str, Any]) -> tuple[str, str]:
-    """Type and text of the error that spreading a model gives."""
-    model: Callable[[], nn.Module] = globals()[build_name]
-    try:
-        c = HybridConfig(**config)
-        parallelize(model(), c, build_mesh(c, "cpu"))
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "none", ""
-
-
-def no_experts() -> nn.Module:
-    return tiny.build()
-
-
-def three_experts() -> nn.Module:
-    return nn.Sequential(MoELayer(8, 8, 3, top_k=1))
-
-
-def tied_experts() -> nn.Module:
-    model = nn.Sequential(MoELayer(8, 8, 4), MoELayer(8, 8, 4))
-    model[1].experts.down_proj = model[0].experts.down_proj
-    return model
-
-
-class MixingExperts(nn.Module):
-    """Subtracts the mean over the tokens of a call, so that the result depends on which tokens come together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts, self.weight = 4, nn.Parameter(torch.randn(4, 8, 8))
-
-    def forward(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        centred = tokens - tokens.mean(0)
-        return sum(
-            weights[:, k, None] * torch.einsum("td,tde->te", centred, self.weight[index[:, k]]) for k in range(index.shape[1])
-        )
-
-
-def mixing_experts() -> nn.Module:
-    return nn.Sequential(MoELayer(8, 8, 4, experts=MixingExperts()))
-
-
-class OutsideBlocks(MoEGPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = MoELayer(tiny.DIM, 8, 4)
-
-
-def unlike_replicas(batches: list[list[int]], config: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Losses against one process when replicas have batches of unlike sizes; or the error."""
-    c = HybridConfig(**config)
-    mesh = build_mesh(c, "cpu")
-    model, plain = parallelize(build("plain", MoELayer, options), c, mesh), build("plain", DenseMoE, {})
-    worst = 0.0
-    try:
-        for step, sizes in enumerate(batches):
-            x, y = tiny.batch(step, sizes[mesh.rank("dp")])
-            loss, _ = model.forward_backward(lambda b, _: tiny.token_loss(model.module(b[0]), b[1]), (x, y))
-            worst = max(worst, abs(float(loss) - float(tiny.token_loss(plain(x), y))))
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return worst

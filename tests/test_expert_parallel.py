@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import expert_refusals
 import experts
 import pytest
 from npu_pool import NpuPool
@@ -20,6 +21,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[int, int]
     "dp2-balance": (2, "plain", {}, {"load_balance_coefficient": 0.1}, (1, 1)),
     "ep4-idle": (4, "plain", {"expert_parallel_size": 4}, {"idle": True}, (1, 1)),
     "ep2-capacity": (2, "plain", EP2, {"capacity_factor": 0.8}, (1, 2)),
+    "dp4-ep2-list": (4, "plain", EP2, {"listed": True}, (1, 1)),
+    "ep4-list-idle": (4, "plain", {"expert_parallel_size": 4}, {"listed": True, "idle": True}, (1, 1)),
+    "tp2-ep2-list": (4, "plain", {**TP2, **EP2}, {"listed": True}, (1, 1)),
+    "pp2-ep2-list-zero2": (4, "plain", {**PP2, **EP2, "zero_stage": 2}, {"listed": True}, (1, 1)),
     "pp2-ep2": (4, "plain", {**PP2, **EP2}, {}, (1, 1)),
     "pp2-ep2-capacity": (4, "plain", {**PP2, **EP2}, {"capacity_factor": 0.8}, (1, 8)),
     "pp2-ep2-balance": (4, "plain", {**PP2, **EP2}, {"load_balance_coefficient": 0.1}, (2, 4)),
@@ -36,6 +41,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[int, int]
     "dp4-ep2-hsdp3": (4, "plain", {**EP2, "zero_stage": 3, "data_parallel_shard_size": 2}, {}, (1, 1)),
     "pp2-ep2-zero2": (4, "plain", {**PP2, **EP2, "zero_stage": 2}, {}, (1, 1)),
     "qwen3-moe-ep2": (2, "qwen3", EP2, {}, (1, 1)),
+    "qwen3-moe-pp2-ep2": (4, "qwen3", {**PP2, **EP2}, {}, (1, 1)),
+    "mixtral-tp2-ep2": (4, "mixtral", {**TP2, **EP2}, {}, (1, 1)),
     "mixtral-ep2-zero3": (2, "mixtral", {**EP2, "zero_stage": 3}, {}, (1, 1)),
 }  # fmt: skip
 
@@ -49,10 +56,12 @@ def test_trains_like_one_process(pool: RankPool, name: str) -> None:
     assert max(worst.values()) < 1e-5, worst
 
 
-@pytest.mark.parametrize("config", [{**EP2}, {**PP2, **EP2}], ids=["dp4-ep2", "pp2-ep2"])
-def test_whole_state_goes_out_and_in(pool: RankPool, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("config", "options"), [(EP2, {}), ({**PP2, **EP2}, {"listed": True})], ids=["dp4-ep2", "pp2-ep2-list"]
+)
+def test_whole_state_goes_out_and_in(pool: RankPool, config: dict[str, Any], options: dict[str, Any]) -> None:
     """Names and shapes of the unsplit model, which loads them and trains on as the spread one does."""
-    gaps = pool.run(4, experts.resume, config, deadline_s=120)[0]
+    gaps = pool.run(4, experts.resume, config, options, deadline_s=120)[0]
     assert gaps["same"] == 0 and gaps["plain"] < 1e-5, gaps
 
 
@@ -61,6 +70,12 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str, str]] = {
     "three_experts": (2, EP2, "ConfigError", "'0.experts' has 3 experts, which do not divide over expert_parallel_size=2"),
     "tied_experts": (2, EP2, "ConfigError", "'0.experts.down_proj' is also '1.experts.down_proj'"),
     "mixing_experts": (2, EP2, "ModelError", r"(?s)MixingExperts\) cannot be spread.*its output differs by"),
+    "planned_experts": (
+        4,
+        {**TP2, **EP2, "tensor_parallel_plan": {"*.up_proj": "colwise", "*.down_proj": "rowwise"}},
+        "ConfigError",
+        "'blocks.0.moe.experts.0.up_proj', which belongs to experts that are spread",
+    ),
     "OutsideBlocks": (4, {**PP2, **EP2}, "ConfigError", "'moe.experts' is outside of the blocks 'blocks.0' to 'blocks.1'"),
 }
 
@@ -68,26 +83,26 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_spread_is_refused(pool: RankPool, name: str) -> None:
     world, config, kind, text = REFUSED[name]
-    for result in pool.run(world, experts.attempt, name, config):
+    for result in pool.run(world, expert_refusals.attempt, name, config):
         assert result[0] == kind and re.search(text, result[1]), result
 
 
 def test_the_axis_divides_data_parallel(pool: RankPool) -> None:
-    for kind, text in pool.run(3, experts.attempt, "no_experts", EP2):
+    for kind, text in pool.run(3, expert_refusals.attempt, "no_experts", EP2):
         assert kind == "ConfigError" and "expert_parallel_size 2 does not divide the data-parallel size 3" in text
 
 
 def test_replicas_with_unlike_batches(pool: RankPool) -> None:
     """Another size on one replica makes all measure; another number of microbatches is refused on all."""
     config = {**PP2, **EP2}
-    assert max(pool.run(4, experts.unlike_replicas, [[8, 8], [8, 4], [4, 8], [8, 8]], config, {})) < 1e-5
-    for kind, text in pool.run(4, experts.unlike_replicas, [[8, 8], [8, 6]], config, {}):
+    assert max(pool.run(4, expert_refusals.unlike_replicas, [[8, 8], [8, 4], [4, 8], [8, 8]], config, {})) < 1e-5
+    for kind, text in pool.run(4, expert_refusals.unlike_replicas, [[8, 8], [8, 6]], config, {}):
         assert kind == "ModelError" and "give between 3 and 4 microbatches" in text, text
 
 
 def test_a_load_balance_loss_that_the_step_forgets(pool: RankPool) -> None:
     options = {"load_balance_coefficient": 0.1}
-    for kind, text in pool.run(2, experts.unlike_replicas, [[8]], PP2, options):
+    for kind, text in pool.run(2, expert_refusals.unlike_replicas, [[8]], PP2, options):
         assert kind == "ModelError" and "did not add load_balance_loss(model)" in text, text
 
 

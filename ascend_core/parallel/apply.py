@@ -20,7 +20,13 @@ from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.blocks import BlockList, deal, find_blocks, move, prune
 from ascend_core.parallel.data import shard_parameters
-from ascend_core.parallel.expert import connect_load_balance, find_experts, refuse_outside_blocks, spread_experts
+from ascend_core.parallel.expert import (
+    connect_load_balance,
+    find_experts,
+    leave_out_experts,
+    refuse_outside_blocks,
+    spread_experts,
+)
 from ascend_core.parallel.failures import raise_together
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.recompute import BlockRecompute
@@ -97,7 +103,7 @@ def apply(
     if mesh.size("tp") > 1:
         error = None
         try:
-            _split_tensors(model, config, mesh, local_names)
+            _split_tensors(model, config, mesh, local_names, experts)
         except Exception as caught:  # noqa: BLE001 - raised on every rank: stages may differ in what they can split
             error = caught
         raise_together(error)
@@ -158,12 +164,15 @@ def _blocks(
         raise
 
 
-def _split_tensors(model: nn.Module, config: HybridConfig, mesh: HybridMesh, local_names: list[str]) -> None:
+def _split_tensors(
+    model: nn.Module, config: HybridConfig, mesh: HybridMesh, local_names: list[str], experts: list[str]
+) -> None:
     if config.tensor_parallel_plan == "auto":
         plan: Mapping[str, Any] = auto_plan(model, local_names, mesh.size("tp"), qkv_split=config.qkv_split)
     else:
         assert isinstance(config.tensor_parallel_plan, Mapping)
         plan = expand_plan(model, config.tensor_parallel_plan)
+    plan = leave_out_experts(plan, experts, automatic=config.tensor_parallel_plan == "auto")
     tied = _tied(model)
     apply_tensor_parallel(model, plan, mesh.device_mesh["tp"])
     _tie_again(model, tied)

@@ -66,9 +66,16 @@ def is_data_sharded(parameter: torch.Tensor, mesh: HybridMesh) -> bool:
     return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())
 
 
+def mark_expert(parameter: nn.Parameter) -> None:
+    """Say that a plain parameter belongs to an expert that only some ranks of the data-parallel axis hold."""
+    parameter.expert_parallel = True  # type: ignore[attr-defined]
+
+
 def is_expert(parameter: torch.Tensor) -> bool:
-    """Tell whether a parameter is spread over the expert-parallel axis, so that its gradient holds all its ranks' tokens."""
-    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+    """Tell whether an expert-parallel rank has its own part; the gradient then holds the tokens of all of them."""
+    if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
+        return True
+    return getattr(parameter, "expert_parallel", False)
 
 
 class GradientReducer:

@@ -15,17 +15,22 @@ from torch.autograd.function import once_differentiable
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to ranks; the gradient of each row goes back to the rank it came from."""
+    """Rows to ranks; the gradient of each row goes back to the rank it came from.
+
+    An anchor that requires gradients makes the rank take part in backward even if its rows do not require any.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, anchor: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.send, ctx.receive, ctx.group = send, receive, group
         return _exchange(rows, send, receive, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return _exchange(grad, ctx.receive, ctx.send, ctx.group), None, None, None, None
 
 
 def _exchange(rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -41,6 +46,8 @@ def dispatch_and_combine(
     num_experts: int,
     group: dist.ProcessGroup,
     run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    trained: bool,
 ) -> torch.Tensor:
     """Compute ``sum over k of weights[t, k] * expert[index[t, k]](tokens[t])`` with experts on other ranks.
 
@@ -53,6 +60,7 @@ def dispatch_and_combine(
         num_experts: Experts on all ranks together.
         group: The expert-parallel group.
         run: ``(rows (R, dim), local expert of each row (R,)) -> (R, dim)``: this rank's experts. ``R`` may be 0.
+        trained: Some expert of some rank is trained, so that gradients come back even to a rank without tokens.
 
     Returns:
         ``(T, dim)`` in the type of ``tokens``.
@@ -73,9 +81,9 @@ def dispatch_and_combine(
     send, receive = torch.stack([counts, incoming]).view(2, ranks, local).sum(-1).tolist()
 
     token_of = order // k
-    rows = _AllToAll.apply(tokens[token_of], send, receive, group)
+    rows = _AllToAll.apply(tokens[token_of], tokens.new_empty(0), send, receive, group)
     expert_of = torch.arange(local, device=tokens.device).repeat(ranks).repeat_interleave(incoming)
     results = run(rows, expert_of).to(rows.dtype)
-    returned = _AllToAll.apply(results, receive, send, group)
+    returned = _AllToAll.apply(results, tokens.new_empty(0).requires_grad_(trained), receive, send, group)
     weighted = returned * weights.reshape(-1)[order, None]
     return torch.zeros_like(tokens).index_add(0, token_of, weighted.to(tokens.dtype))

@@ -129,9 +129,9 @@ def total_norm(
         _match_placement(p)
         grad = local(p.grad).detach().float()
         value = grad.abs().max() if infinite and grad.numel() else grad.abs().pow(norm_type).sum()
-        slots.setdefault(_shard_axes(p.grad), []).append(value)
+        slots.setdefault(_shard_axes(p, p.grad), []).append(value)
     combine = (lambda v: v.max()) if infinite else (lambda v: v.sum())
-    shards = ((), ("tp",), ("dp_shard",), ("tp", "dp_shard"), ("ep",))
+    shards = ((), ("tp",), ("dp_shard",), ("tp", "dp_shard"), ("ep",), ("tp", "ep"))
     keys = [frozenset(axes) for axes in shards]
     zero = torch.zeros((), device=device or torch.device(mesh.device_type))
     vector = torch.stack([combine(torch.stack(slots[k])) if k in slots else zero for k in keys])
@@ -156,11 +156,12 @@ def _reduce_slots(
     return vector
 
 
-def _shard_axes(grad: torch.Tensor) -> frozenset[str]:
+def _shard_axes(p: nn.Parameter, grad: torch.Tensor) -> frozenset[str]:
+    experts = frozenset({"ep"} if is_expert(p) else ())
     if not isinstance(grad, DTensor):
-        return frozenset()
+        return experts
     names = grad.device_mesh.mesh_dim_names or ()
-    return frozenset(n for n, placement in zip(names, grad.placements, strict=True) if _shim.is_sharded(placement))
+    return experts.union(n for n, placement in zip(names, grad.placements, strict=True) if _shim.is_sharded(placement))
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:

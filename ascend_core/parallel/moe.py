@@ -5,8 +5,9 @@ The experts follow the same protocol as those of Hugging Face's MoE models (:mod
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -54,17 +55,9 @@ class GroupedExperts(nn.Module):
         Returns:
             ``(T, dim)`` in the type of ``tokens``.
         """
-        chosen = index.reshape(-1)
-        counts = torch.bincount(chosen, minlength=self.num_experts + 1)[: self.num_experts].tolist()
-        order = torch.argsort(chosen, stable=True)[: sum(counts)]
-        token_of = order // index.shape[1]
         up, down = self.gate_up_proj.unbind(0), self.down_proj.unbind(0)
-        rows = tokens[token_of].split(counts)
-        results = [self._expert(x, up[e], down[e]) for e, x in enumerate(rows) if x.shape[0]]
-        if not results:
-            return torch.zeros_like(tokens)
-        weighted = torch.cat(results) * weights.reshape(-1)[order, None]
-        return torch.zeros_like(tokens).index_add(0, token_of, weighted.to(tokens.dtype))
+        experts = [functools.partial(self._expert, up=u, down=d) for u, d in zip(up, down, strict=True)]
+        return mix_experts(experts, tokens, index, weights)
 
     def _expert(self, x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         hidden = F.linear(x, up)
@@ -72,6 +65,35 @@ class GroupedExperts(nn.Module):
             return F.linear(F.gelu(hidden), down)
         gate, value = hidden.chunk(2, dim=-1)
         return F.linear(F.silu(gate) * value, down)
+
+
+class ExpertList(nn.ModuleList):
+    """Expert modules of your own, each ``(R, dim) -> (R, dim)``, behind the forward of :class:`GroupedExperts`."""
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts, on all ranks together."""
+        return len(self)
+
+    def forward(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See :meth:`GroupedExperts.forward`; an expert without tokens is not called."""
+        return mix_experts(list(self), tokens, index, weights)
+
+
+def mix_experts(
+    experts: Sequence[Callable[[torch.Tensor], torch.Tensor]], tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Call each expert once with all of its tokens; see :meth:`GroupedExperts.forward`."""
+    chosen, number = index.reshape(-1), len(experts)
+    counts = torch.bincount(chosen, minlength=number + 1)[:number].tolist()
+    order = torch.argsort(chosen, stable=True)[: sum(counts)]
+    token_of = order // index.shape[1]
+    rows = tokens[token_of].split(counts)
+    results = [expert(x) for expert, x in zip(experts, rows, strict=True) if x.shape[0]]
+    if not results:
+        return torch.zeros_like(tokens)
+    weighted = torch.cat(results) * weights.reshape(-1)[order, None]
+    return torch.zeros_like(tokens).index_add(0, token_of, weighted.to(tokens.dtype))
 
 
 class MoELayer(nn.Module):
@@ -88,7 +110,8 @@ class MoELayer(nn.Module):
             ``ceil(capacity_factor * T * K / E)`` of the T tokens of one call on one rank; the rest of its tokens lose it.
             First choices are served before second ones, earlier tokens before later ones.
         load_balance_coefficient: Factor of the load-balance loss; 0 computes none.
-        experts: Experts of your own, with the forward of :class:`GroupedExperts`.
+        experts: Experts of your own: an ``nn.ModuleList`` of modules ``(R, dim) -> (R, dim)``, or a module with the
+            forward of :class:`GroupedExperts`.
     """
 
     def __init__(
@@ -114,7 +137,17 @@ class MoELayer(nn.Module):
         self.num_experts, self.top_k, self.normalize_weights = num_experts, top_k, normalize_weights
         self.capacity_factor, self.load_balance_coefficient = capacity_factor, load_balance_coefficient
         self.router = nn.Linear(dim, num_experts, bias=False)
-        self.experts = GroupedExperts(num_experts, dim, hidden_dim, activation) if experts is None else experts
+        if experts is None:
+            experts = GroupedExperts(num_experts, dim, hidden_dim, activation)
+        elif isinstance(experts, nn.ModuleList):
+            experts = ExpertList(experts)
+        if getattr(experts, "num_experts", None) != num_experts:
+            raise ConfigError(
+                f"num_experts={num_experts}, but the experts count {getattr(experts, 'num_experts', None)}.",
+                "The router chooses among num_experts.",
+                "Give as many experts; a module of your own says their number in its attribute num_experts.",
+            )
+        self.experts = experts
         self.load_balance_loss: torch.Tensor | None = None
         self.load_balance_loss_asked = False
         self.sum_over_replicas: Callable[[torch.Tensor], int] | None = None
