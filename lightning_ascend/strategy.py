@@ -173,7 +173,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
     @property
     def _is_plain(self) -> bool:
         """Every rank holds the whole model (pure data parallel without sharding)."""
-        return self.layout.pp == 1 and self.layout.tp == 1 and self.config.zero_stage == 0
+        return self.layout.pp == self.layout.tp == self.layout.ep == 1 and self.config.zero_stage == 0
 
     def _is_spread(self, module: Any) -> bool:
         return self.parallel is not None and self.parallel.module is module

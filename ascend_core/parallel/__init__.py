@@ -1,4 +1,4 @@
-"""Pipeline, tensor and data parallel training of an unmodified model."""
+"""Pipeline, tensor, data and expert parallel training of an unmodified model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ascend_core.device import current_device
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.apply import apply
 from ascend_core.parallel.model import ParallelModel
+from ascend_core.parallel.moe import ExpertList, MoELayer, load_balance_loss
 
-__all__ = ["ParallelModel", "parallelize"]
+__all__ = ["ExpertList", "MoELayer", "ParallelModel", "load_balance_loss", "parallelize"]
 
 
 def parallelize(

@@ -73,16 +73,16 @@ def dispatch_and_combine(
     ranks, k = dist.get_world_size(group), index.shape[1]
     local = num_experts // ranks
     chosen = index.reshape(-1)
-    kept = (chosen < num_experts).nonzero().squeeze(1)
-    order = kept[torch.argsort(chosen[kept], stable=True)]
-    counts = torch.bincount(chosen[kept], minlength=num_experts)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=tokens.device)
+    counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:num_experts]
     incoming = torch.empty_like(counts)
     dist.all_to_all_single(incoming, counts, group=group)
     send, receive = torch.stack([counts, incoming]).view(2, ranks, local).sum(-1).tolist()
 
+    order = torch.argsort(chosen, stable=True)[: sum(send)]  # dropped tokens come last
     token_of = order // k
     rows = _AllToAll.apply(tokens[token_of], tokens.new_empty(0), send, receive, group)
-    expert_of = torch.arange(local, device=tokens.device).repeat(ranks).repeat_interleave(incoming)
+    expert_of = torch.arange(local, device=tokens.device).repeat(ranks).repeat_interleave(incoming, output_size=sum(receive))
     results = run(rows, expert_of).to(rows.dtype)
     returned = _AllToAll.apply(results, tokens.new_empty(0).requires_grad_(trained), receive, send, group)
     weighted = returned * weights.reshape(-1)[order, None]

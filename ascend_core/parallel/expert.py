@@ -63,7 +63,7 @@ def find_experts(model: nn.Module, expert_parallel_size: int) -> list[str]:
         raise ConfigError(
             f"expert_parallel_size={expert_parallel_size}, but {type(model).__name__} has no MoE layer that can be spread.",
             PROTOCOL,
-            "Use ascend_core.parallel.moe.MoELayer, give your experts that form, or set expert_parallel_size=1.",
+            "Use ascend_core.parallel.MoELayer, give your experts that form, or set expert_parallel_size=1.",
         )
     for name in names:
         number = model.get_submodule(name).num_experts
