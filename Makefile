@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE ?= 1
 
-.PHONY: setup demo demo-cpu test conformance upstream-npu lint bench clean
+.PHONY: setup demo demo-cpu test parity conformance upstream-npu lint bench clean
 
 setup: $(READY)
 
@@ -26,6 +26,10 @@ demo-cpu: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -q
+
+# Every layout, schedule and option against one process; writes docs/parity.md. About 20 minutes on 2 cores.
+parity: $(READY)
+	$(BIN)/python -m tests.parity_matrix $(if $(ONLY),--only $(ONLY))
 
 conformance: $(READY)
 	$(BIN)/python tests/conformance/run.py

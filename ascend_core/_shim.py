@@ -5,7 +5,8 @@ Other modules import the accessors below; a test checks that every row still exi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,9 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+_REPLACED = "_ascend_replaced_class"
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a view of another in autograd's sense."""
     return bool(tensor._is_view())
@@ -83,18 +87,44 @@ def inside_backward() -> bool:
 
 
 def override_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Make ``module(...)`` run ``call(...)`` instead, before any hook of the module."""
-    module.__dict__["_call_impl"] = call
+    """Make ``module(...)`` run ``call(...)`` instead, before any hook of the module.
+
+    A class with a ``__call__`` of its own (which may checkpoint activations around the call) gets a subclass, so that
+    ``call`` is outside of it.
+    """
+    kind = type(module)
+    if kind.__call__ is nn.Module.__call__:
+        module.__dict__["_call_impl"] = call
+    else:
+        own = {"__call__": lambda self, *args, **kwargs: call(*args, **kwargs), _REPLACED: kind, "__module__": kind.__module__}
+        module.__class__ = type(kind.__name__, (kind,), own)
 
 
 def original_call(module: nn.Module) -> Callable[..., Any]:
     """Return the call that :func:`override_call` replaced, hooks included."""
-    return type(module)._call_impl.__get__(module)
+    kind = type(module)
+    own = kind._call_impl if kind.__call__ is nn.Module.__call__ else kind.__call__
+    return own.__get__(module)
 
 
 def restore_call(module: nn.Module) -> None:
     """Undo :func:`override_call`; a no-op when there is nothing to undo."""
     module.__dict__.pop("_call_impl", None)
+    module.__class__ = type(module).__dict__.get(_REPLACED, type(module))
+
+
+@contextmanager
+def replaced_call(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Within the context ``module(...)`` runs ``call(...)``, also where the call was overridden already."""
+    kind, before = type(module), module.__dict__.get("_call_impl")
+    override_call(module, call)
+    try:
+        yield
+    finally:
+        module.__dict__.pop("_call_impl", None)
+        module.__class__ = kind
+        if before is not None:
+            module.__dict__["_call_impl"] = before
 
 
 def reduce_accumulated_gradients(modules: Iterable[nn.Module]) -> None:

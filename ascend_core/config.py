@@ -25,9 +25,15 @@ class HybridConfig:
         pipeline_parallel_size: Ranks that share the layers, or ``"auto"`` for as many as the model's blocks allow.
         tensor_parallel_size: Ranks that share each layer's matrices.
         data_parallel_size: Replicas times shards, or ``"auto"`` for world / (pp x tp).
-        zero_stage: 0 replicates; 2 shards gradients and optimizer state, 3 parameters too (both FSDP2).
+        zero_stage: 0 replicates; 1 shards optimizer state, 2 gradients as well, 3 parameters too (2 and 3 are FSDP2).
         data_parallel_shard_size: Ranks that share one sharded copy when ``zero_stage`` > 0; fewer than
             ``data_parallel_size`` gives hybrid sharding (HSDP). ``"auto"`` shards over all of them.
+        partition_gradients: With ``zero_stage=1``: reduce gradients onto the rank that needs them (reduce-scatter), and
+            not onto all (all-reduce). ``"auto"`` is False there; FSDP2 always does.
+        contiguous_gradients: Keep gradients in flat buckets from the moment they are made, so that reducing them copies
+            and allocates nothing. ``"auto"`` is False below stage 2; FSDP2 always reduces in flat buffers.
+        overlap_gradients: Average gradients over the replicas while backward still runs. ``"auto"`` does so where
+            nothing else decides it: without a pipeline, and without sharded gradients (FSDP2 overlaps by itself).
         expert_parallel_size: Data-parallel ranks that share the experts of each MoE layer (:mod:`ascend_core.parallel.expert`).
         schedule: torch's spelling: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble,
             DualPipeV.
@@ -41,6 +47,8 @@ class HybridConfig:
         activation_checkpoint_blocks: Recompute activations in backward, in groups of so many blocks; 0 keeps them.
         compression: Not available yet.
         max_staleness: Not available yet.
+        self_check: ``"first_batch"`` compares outputs and gradients with the unsplit model before the first step;
+            ``"auto"`` does so for a ``tensor_parallel_plan`` of the user's; ``"off"`` never.
         fused_kernels: ``"auto"`` or False; no fused kernel exists yet, so True is refused.
         compile: Not available yet.
 
@@ -54,6 +62,9 @@ class HybridConfig:
     data_parallel_size: int | str = "auto"
     zero_stage: int = 0
     data_parallel_shard_size: int | str = "auto"
+    partition_gradients: bool | str = "auto"
+    contiguous_gradients: bool | str = "auto"
+    overlap_gradients: bool | str = "auto"
     expert_parallel_size: int = 1
     schedule: str = "1F1B"
     stages_per_rank: int | str = "auto"
@@ -64,6 +75,7 @@ class HybridConfig:
     activation_checkpoint_blocks: int = 0
     compression: Any = None
     max_staleness: int = 0
+    self_check: str = "auto"
     fused_kernels: bool | str = "auto"
     compile: bool = False
 

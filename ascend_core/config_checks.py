@@ -111,19 +111,35 @@ def _check_pipeline(c: HybridConfig) -> None:
 
 def _check_data(c: HybridConfig) -> None:
     if c.zero_stage not in (0, 1, 2, 3) or isinstance(c.zero_stage, bool):
-        raise ConfigError(f"zero_stage={c.zero_stage!r}: must be 0, 1, 2 or 3.", "", "Set zero_stage to 0, 2 or 3.")
-    if c.zero_stage == 1:
-        raise NotAvailableError(
-            "zero_stage=1 is not available yet.",
-            "Sharding optimizer state alone has no mechanism yet.",
-            "Use zero_stage=2, which shards gradients as well.",
+        raise ConfigError(f"zero_stage={c.zero_stage!r}: must be 0, 1, 2 or 3.", "", "Set zero_stage to one of them.")
+    for name in ("partition_gradients", "contiguous_gradients", "overlap_gradients"):
+        value = getattr(c, name)
+        if value != "auto" and not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: must be 'auto', True or False.", "", f"Leave {name} out.")
+        if value is True and name == "overlap_gradients" and c.pipeline_parallel_size != 1:
+            raise ConfigError(
+                "overlap_gradients=True with a pipeline.",
+                "Gradients are complete after the last microbatch only; there is no backward left to hide them behind.",
+                "Leave overlap_gradients out.",
+            )
+        if value is False and c.zero_stage >= 2:
+            raise ConfigError(
+                f"{name}=False with zero_stage={c.zero_stage}.",
+                "FSDP2 always reduces gradients in flat buffers, onto the rank that needs them, while backward runs.",
+                f"Leave {name} out, or use zero_stage=1.",
+            )
+    if c.partition_gradients is True and c.zero_stage == 0:
+        raise ConfigError(
+            "partition_gradients=True with zero_stage=0.",
+            "Every rank updates all parameters and needs all gradients.",
+            "Set zero_stage to 1, 2 or 3.",
         )
     shard, dp = c.data_parallel_shard_size, c.data_parallel_size
     if shard != "auto" and c.zero_stage == 0 and shard != 1:
         raise ConfigError(
             f"data_parallel_shard_size={shard} with zero_stage=0.",
             "Nothing is sharded at stage 0.",
-            "Set zero_stage to 2 or 3.",
+            "Set zero_stage to 1, 2 or 3.",
         )
     if shard != "auto" and dp != "auto" and int(dp) % int(shard):
         raise ConfigError(
@@ -153,6 +169,8 @@ def _check_tensor(c: HybridConfig) -> None:
             "The plan would be ignored.",
             "Set tensor_parallel_size above 1.",
         )
+    if c.self_check not in ("auto", "first_batch", "off"):
+        raise ConfigError(f"self_check={c.self_check!r}.", "", "Use 'auto', 'first_batch' or 'off'.")
     if c.qkv_split not in ("column", "heads"):
         raise ConfigError(f"qkv_split={c.qkv_split!r}.", "", "Use 'column' or 'heads'.")
 

@@ -13,6 +13,12 @@ from ascend_core.errors import ConfigError, nearest
 
 _PIPELINE_ALIASES = {"stage_num": "pipeline_parallel_size", "micro_batch_num": "num_microbatches"}
 _TENSOR_ALIASES = {"split_num": "tensor_parallel_size", "qkv_split": "qkv_split"}
+_ZERO_ALIASES = {
+    "stage": "zero_stage",
+    "partition_gradients": "partition_gradients",
+    "contiguous_gradients": "contiguous_gradients",
+    "overlap_gradients": "overlap_gradients",
+}
 _MODES = ("hybrid",)
 
 
@@ -47,7 +53,8 @@ def normalize_fields(values: Mapping[str, Any], where: str, known: Sequence[str]
     """Turn user keys, flat or in the source documents' nested form, into field names.
 
     The nested form is ``{"parallel_mode": "hybrid", "pipeline_config": {"stage_num": 4, "micro_batch_num": 8},
-    "tensor_parallel": {"qkv_split": "column", "split_num": 4}}``. It names no schedule, and its own example has fewer
+    "tensor_parallel": {"qkv_split": "column", "split_num": 4}, "zero": {"stage": 1, "partition_gradients": true,
+    "contiguous_gradients": true}}``. It names no schedule, and its own example has fewer
     microbatches than stages, which 1F1B cannot run; such a file means GPipe, which then holds as many activations as
     1F1B would.
 
@@ -71,13 +78,15 @@ def normalize_fields(values: Mapping[str, Any], where: str, known: Sequence[str]
             _merge(flat, _rename(value, _PIPELINE_ALIASES, f"{where}: pipeline_config"), where)
         elif key == "tensor_parallel":
             _merge(flat, _rename(value, _TENSOR_ALIASES, f"{where}: tensor_parallel"), where)
+        elif key == "zero":
+            _merge(flat, _rename(value, _ZERO_ALIASES, f"{where}: zero"), where)
         else:
             _merge(flat, {key: value}, where)
     if "pipeline_config" in values and "schedule" not in flat:
         stages, parts = flat.get("pipeline_parallel_size", 1), flat.get("num_microbatches", "auto")
         if isinstance(stages, int) and isinstance(parts, int) and parts < stages:
             flat["schedule"] = "GPipe"
-    nested = ("parallel_mode", "pipeline_config", "tensor_parallel")
+    nested = ("parallel_mode", "pipeline_config", "tensor_parallel", "zero")
     for key in flat:
         if key not in known:
             raise ConfigError(

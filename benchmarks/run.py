@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -101,6 +102,14 @@ def torch_tensor_parallel() -> Step:
     return torch_wrapped(parallelize_module(build(), mesh.device_mesh["tp"], plan))
 
 
+def torch_fsdp() -> Step:
+    mesh = build_mesh(HybridConfig(zero_stage=3), "cpu").device_mesh["dp_shard"]
+    model = build()
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return torch_wrapped(fully_shard(model, mesh=mesh))
+
+
 ROWS: dict[str, tuple[Callable[[], Step], Callable[[], Step]]] = {
     "pipeline 2, 1F1B | torch.distributed.pipelining": (
         lambda: ours(pipeline_parallel_size=2, num_microbatches=MICROBATCHES),
@@ -108,6 +117,7 @@ ROWS: dict[str, tuple[Callable[[], Step], Callable[[], Step]]] = {
     ),
     "tensor 2 | torch DTensor plan": (lambda: ours(tensor_parallel_size=2), torch_tensor_parallel),
     "data 2 | torch DistributedDataParallel": (ours, lambda: torch_wrapped(DistributedDataParallel(build()))),
+    "ZeRO-3 on 2 | torch fully_shard": (lambda: ours(zero_stage=3), torch_fsdp),
 }
 
 

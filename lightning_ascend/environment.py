@@ -19,6 +19,7 @@ from ascend_core.errors import ConfigError
 from ascend_core.mesh import HybridMesh, Layout, build_mesh
 from lightning_ascend import checks, data, workers
 from lightning_ascend._lightning import start_process_group, uses_distributed_sampler
+from lightning_ascend.lengths import lengths_differ
 
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
@@ -27,6 +28,7 @@ class EnvironmentMixin:
     """Starts the ranks and tells each what it reads."""
 
     config: HybridConfig
+    _uneven: set[str]
     mesh: HybridMesh | None
     pipeline_module: str
     strategy_name: str
@@ -166,9 +168,10 @@ class EnvironmentMixin:
         """Check the loader's workers; with pipeline or tensor parallel, deal iterable datasets and seed workers by replica."""
         assert self.mesh is not None
         workers.check_workers(dataloader, self.root_device)  # type: ignore[attr-defined]
-        if self.layout.pp == 1 and self.layout.tp == 1:
-            return dataloader
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        if self.layout.pp == 1 and self.layout.tp == 1:
+            self._compare_lengths(dataloader, trainer)
+            return dataloader
         if uses_distributed_sampler(trainer) and data.deal_iterable(dataloader, self.mesh):
             self._info(
                 f"samples of the iterable dataset are dealt to {self.layout.dp} replicas in turn; "
@@ -177,7 +180,15 @@ class EnvironmentMixin:
         if env.read("PL_SEED_WORKERS"):
             seed = importlib.import_module(f"{_FABRIC[self._namespace]}.utilities.seed")
             data.seed_workers_by_replica(dataloader, seed.pl_worker_init_function, self.mesh)
+        self._compare_lengths(dataloader, trainer)
         return dataloader
+
+    def _compare_lengths(self, dataloader: Any, trainer: Any) -> None:
+        """Agree on numbers of batches before the loop; ranks that end an evaluation early must not be needed by others."""
+        assert self.mesh is not None
+        kind = {"train": "training", "val": "validation"}.get(prefix := str(trainer.state.stage.dataloader_prefix), prefix)
+        if lengths_differ(dataloader, self.mesh, training=prefix == "train", kind=kind):
+            self._uneven.add(kind)
 
 
 def _destroy_process_group() -> None:

@@ -7,7 +7,7 @@ schedulers and loggers see the same numbers everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,12 +59,17 @@ class StepLogs:
             return output["loss"]
         return output
 
-    def collect(self) -> dict[str, Any]:
-        """Combine over microbatches: plain values that can travel to other ranks."""
+    def collect(self, weights: Sequence[float]) -> dict[str, Any]:
+        """Combine over microbatches: plain values that can travel to other ranks.
+
+        Args:
+            weights: Of each microbatch in a mean, as in the loss.
+        """
         logs = {}
         for name, (options, values) in self._logged.items():
-            stacked = torch.stack([v.cpu() for v in values.values()])
-            logs[name] = (options, float(_combine(stacked, options.get("reduce_fx", "mean"))))
+            numbers = sorted(values)
+            stacked = torch.stack([values[i].cpu() for i in numbers])
+            logs[name] = (options, float(_combine(stacked, [weights[i] for i in numbers], options.get("reduce_fx", "mean"))))
         keys = self._returned[0].keys() if self._returned else ()
         extra = {k: _join([self._returned[i][k] for i in sorted(self._returned)]) for k in keys}
         return {"logs": logs, "extra": extra}
@@ -75,17 +80,27 @@ class StepLogs:
             self._log(name, value, **options)
 
 
-def _combine(values: torch.Tensor, reduce_fx: str | Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _combine(
+    values: torch.Tensor, weights: Sequence[float], reduce_fx: str | Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     if callable(reduce_fx):
         return reduce_fx(values)
     reductions: dict[str, Callable[[], torch.Tensor]] = {
-        "mean": values.mean,
-        "avg": values.mean,
+        "mean": lambda: _mean(values, weights),
+        "avg": lambda: _mean(values, weights),
         "sum": values.sum,
         "max": values.max,
         "min": values.min,
     }
     return reductions[reduce_fx.lower()]()
+
+
+def _mean(values: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    """Weighted mean; a microbatch without weight (no valid token, so its mean is NaN) does not take part."""
+    counted = [(v, w) for v, w in zip(values, weights, strict=True) if w]
+    if not counted or len(set(weights)) == 1:
+        return values.mean()
+    return torch.stack([v * w for v, w in counted]).sum() / sum(w for _, w in counted)
 
 
 def _join(values: list[Any]) -> Any:

@@ -31,6 +31,8 @@ class StepMixin:
     _stash: GradientStash | None = None
     _blocked = False
     _checked_batch = False
+    _uneven: set[str]
+    _holding = False
 
     # ---- training
 
@@ -40,12 +42,23 @@ class StepMixin:
         module: Any = self.lightning_module  # type: ignore[attr-defined]
         self._check_first_batch(batch)
         self.parallel.rng.step = module.trainer.fit_loop.epoch_loop.total_batch_idx
+        self.parallel.check_first_batch(self._step_of(module, rest, kwargs), batch)
         if self.layout.pp > 1:
             return self._pipelined_step(module, batch, rest, kwargs)
         if self.layout.tp > 1:
             with self.parallel.rng.user_code(0, 0):
                 return super().training_step(batch, *rest, **kwargs)  # type: ignore[misc]
         return super().training_step(batch, *rest, **kwargs)  # type: ignore[misc]
+
+    def _step_of(self, module: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's step without a trace in the logs."""
+        logs = StepLogs(module)
+
+        def step(batch: Any, number: int) -> Any:
+            with logs.capture(number):
+                return module.training_step(batch, *rest, **kwargs)
+
+        return step
 
     def _check_first_batch(self, batch: Any) -> None:
         if not self._checked_batch and (self.layout.pp > 1 or self.layout.tp > 1):
@@ -67,7 +80,8 @@ class StepMixin:
                 batch,
                 scale=1.0 / module.trainer.accumulate_grad_batches,
                 weight_fn=getattr(module, "microbatch_weight", None),
-                payload=logs.collect,
+                reduction=getattr(module, "microbatch_reduction", "mean"),
+                payload=lambda: logs.collect(self.parallel.runner.weights),  # type: ignore[union-attr]
             )
         self._stash = stash
         logs.replay(collected)
@@ -85,6 +99,7 @@ class StepMixin:
             self.parallel.add_gradients(self._stash)
             self._stash = None
         else:
+            self.parallel.announce_finish()
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
         if not self._blocked:
             self.parallel.finish_gradients()
@@ -107,19 +122,39 @@ class StepMixin:
 
     def on_validation_start(self) -> None:
         """Called before validation, the sanity check included."""
-        self._share_buffers()
+        self._evaluate("validation")
 
     def on_test_start(self) -> None:
         """Called before testing."""
-        self._share_buffers()
+        self._evaluate("test")
 
     def on_predict_start(self) -> None:
         """Called before predicting."""
-        self._share_buffers()
+        self._evaluate("predict")
 
-    def _share_buffers(self) -> None:
+    def on_validation_end(self) -> None:
+        """Called after validation, the sanity check included."""
+        self._evaluated()
+
+    def on_test_end(self) -> None:
+        """Called after testing."""
+        self._evaluated()
+
+    def on_predict_end(self) -> None:
+        """Called after predicting."""
+        self._evaluated()
+
+    def _evaluate(self, kind: str) -> None:
         if self.parallel is not None:
             self.parallel.share_buffers()
+            self._holding = kind in self._uneven
+            if self._holding:
+                self.parallel.hold_parameters(True)
+
+    def _evaluated(self) -> None:
+        if self.parallel is not None and self._holding:
+            self.parallel.hold_parameters(False)
+        self._holding = False
 
     # ---- clipping; put in place of the precision plugin's own
 

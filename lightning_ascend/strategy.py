@@ -41,8 +41,11 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         pipeline_parallel_size: See :class:`HybridConfig` for this and the following fields; None means not given.
         tensor_parallel_size: Ranks that share each layer's matrices.
         data_parallel_size: Replicas x shards.
-        zero_stage: 0, 2 or 3.
+        zero_stage: 0, 1, 2 or 3.
         data_parallel_shard_size: Shards per replica group.
+        partition_gradients: Reduce gradients onto the rank that needs them only.
+        contiguous_gradients: Keep gradients in flat buckets.
+        overlap_gradients: Average gradients while backward runs.
         expert_parallel_size: Data-parallel ranks that share the experts of each MoE layer.
         schedule: Pipeline schedule, torch's spelling.
         stages_per_rank: Stages each pipeline rank owns.
@@ -53,6 +56,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         activation_checkpoint_blocks: Blocks that are recomputed together; 0 for none.
         compression: Not available yet.
         max_staleness: Not available yet.
+        self_check: ``"auto"``, ``"first_batch"`` or ``"off"``.
         fused_kernels: ``"auto"`` or False.
         compile: Not available yet.
         accelerator: Set by the Trainer.
@@ -79,6 +83,9 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         data_parallel_size: int | str | None = None,
         zero_stage: int | None = None,
         data_parallel_shard_size: int | str | None = None,
+        partition_gradients: bool | str | None = None,
+        contiguous_gradients: bool | str | None = None,
+        overlap_gradients: bool | str | None = None,
         expert_parallel_size: int | None = None,
         schedule: str | None = None,
         stages_per_rank: int | str | None = None,
@@ -89,6 +96,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         activation_checkpoint_blocks: int | None = None,
         compression: Any = None,
         max_staleness: int | None = None,
+        self_check: str | None = None,
         fused_kernels: bool | str | None = None,
         compile: bool | None = None,
         accelerator: Any = None,
@@ -105,6 +113,9 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
             "data_parallel_size": data_parallel_size,
             "zero_stage": zero_stage,
             "data_parallel_shard_size": data_parallel_shard_size,
+            "partition_gradients": partition_gradients,
+            "contiguous_gradients": contiguous_gradients,
+            "overlap_gradients": overlap_gradients,
             "expert_parallel_size": expert_parallel_size,
             "schedule": schedule,
             "stages_per_rank": stages_per_rank,
@@ -115,6 +126,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
             "activation_checkpoint_blocks": activation_checkpoint_blocks,
             "compression": compression,
             "max_staleness": max_staleness,
+            "self_check": self_check,
             "fused_kernels": fused_kernels,
             "compile": compile,
         }
@@ -123,6 +135,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         self.mesh: HybridMesh | None = None
         self.parallel: ParallelModel | None = None
         self._planned: Layout | None = None
+        self._uneven: set[str] = set()
         super().__init__(  # type: ignore[call-arg]
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -194,7 +207,8 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
             checks.check_optimizers(self.optimizers, self.layout)  # type: ignore[attr-defined]
             for optimizer in self.optimizers:  # type: ignore[attr-defined]
                 assert self.parallel is not None
-                self.parallel.check_optimizer(optimizer)
+                self.parallel.setup_optimizer(optimizer)
+            setattr(self, "optimizers", list(self.optimizers))  # type: ignore[attr-defined]  # noqa: B010 - wrappers copy them
         except Exception as caught:  # noqa: BLE001 - raised again below, once every rank knows
             error = caught
         everyone = gather_errors(error)

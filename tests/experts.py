@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from typing import Any
 
 import parity
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ascend_core import HybridConfig, build_mesh, parallelize
-from ascend_core.parallel import ParallelModel
 from ascend_core.parallel.moe import MoELayer, load_balance_loss
 
 STEPS, ACCUMULATE, CLIP = 5, 2, 0.5
@@ -127,7 +125,7 @@ def train(kind: str, config: dict[str, Any], options: dict[str, Any], device_typ
     mesh = build_mesh(c, device_type)
     model = parallelize(build(kind, MoELayer, options), c, mesh)
     optimizer, schedule = tiny.optimizer_and_schedule(model.parameters())
-    model.check_optimizer(optimizer)
+    model.setup_optimizer(optimizer)
     history = tiny.History([], [], {}, {})
     dp, ranks = mesh.rank("dp"), mesh.size("dp")
     for step in range(STEPS):
@@ -140,7 +138,6 @@ def train(kind: str, config: dict[str, Any], options: dict[str, Any], device_typ
         model.finish_gradients()
         if step == 0:
             history.grads = parity.full_grads(model)
-            history.grads |= {n: g for part in listed_grads(model) for n, g in part.items()}
         history.norms.append(float(model.clip_grad_norm_(CLIP)))
         optimizer.step()
         schedule.step()
@@ -149,14 +146,6 @@ def train(kind: str, config: dict[str, Any], options: dict[str, Any], device_typ
         history.losses.append(float(total) / ranks)
     history.params = model.state_dict()
     return history, (model.optimizer_state_dict(optimizer), model, optimizer)
-
-
-def listed_grads(model: ParallelModel) -> list[dict[str, torch.Tensor]]:
-    """Gradients of experts in lists, of all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    mine = {n: p.grad.cpu() for n, p in model.named.items() if re.search(r"experts\.\d", n) and p.grad is not None}
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def calls(batch: tuple[torch.Tensor, ...], replicas: int, parts: int) -> list[tuple[torch.Tensor, ...]]:
@@ -234,6 +223,7 @@ def resume(config: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
     mesh = build_mesh(c, "cpu")
     again = parallelize(build("plain", MoELayer, options), c, mesh)
     again_optimizer, _ = tiny.optimizer_and_schedule(again.parameters())
+    again.setup_optimizer(again_optimizer)
     again.load_state_dict(params)
     again.load_optimizer_state_dict(again_optimizer, moments)
     by_number = {i: copy.deepcopy(moments["state"][n]) for i, (n, _) in enumerate(plain.named_parameters())}

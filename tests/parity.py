@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import nullcontext
 from typing import Any
 
 import tiny
@@ -15,27 +17,44 @@ from ascend_core.parallel import ParallelModel, state
 
 def full_grads(model: ParallelModel) -> dict[str, torch.Tensor]:
     """Gradients by unsplit name, on global rank 0."""
-    local = {n: state.full_tensor(p.grad) for n, p in model.named.items() if p.grad is not None}
-    return state._gather_stages(model.names.merge(local), model.mesh)
+    return state.gather_gradients(model.gradients(), model.names, model.mesh)
 
 
-def train(config: dict[str, Any], model_options: dict[str, Any], device_type: str = "cpu") -> tiny.History:
+@functools.cache
+def _plain(options: tuple[tuple[str, Any], ...], steps: int, accumulate: int) -> tiny.History:
+    return tiny.plain_run(lambda: tiny.build(**dict(options)), steps, accumulate)
+
+
+def plain_history(options: dict[str, Any], steps: int = tiny.STEPS, accumulate: int = tiny.ACCUMULATE) -> tiny.History:
+    """The plain run, computed on rank 0; gradients and parameters are there only."""
+    history = [tiny.History([], [], {}, {})]
+    if dist.get_rank() == 0:
+        whole = _plain(tuple(sorted(options.items())), steps, accumulate)
+        history = [tiny.History(whole.losses, whole.norms, {}, {})]
+    dist.broadcast_object_list(history, src=0)
+    return whole if dist.get_rank() == 0 else history[0]
+
+
+def train(
+    config: dict[str, Any],
+    model_options: dict[str, Any],
+    device_type: str = "cpu",
+    steps: int = tiny.STEPS,
+    accumulate: int = tiny.ACCUMULATE,
+) -> tiny.History:
     c = HybridConfig(**config)
     mesh = build_mesh(c, device_type)
     model = parallelize(tiny.build(**model_options), c, mesh, loss_fn=tiny.token_loss)
     optimizer, schedule = tiny.optimizer_and_schedule(model.parameters())
-    model.check_optimizer(optimizer)
+    model.setup_optimizer(optimizer)
     history = tiny.History([], [], {}, {})
     dp, ranks = mesh.rank("dp"), mesh.size("dp")
-    for step in range(tiny.STEPS):
+    for step in range(steps):
         total = torch.zeros((), device=device_type)
-        for micro in range(tiny.ACCUMULATE):
-            x, y = (t.to(device_type) for t in tiny.local_batch(step * tiny.ACCUMULATE + micro, dp, ranks))
-            if micro < tiny.ACCUMULATE - 1:
-                with model.no_sync():
-                    total += model.train_step(x, y, scale=1 / tiny.ACCUMULATE) / tiny.ACCUMULATE
-            else:
-                total += model.train_step(x, y, scale=1 / tiny.ACCUMULATE) / tiny.ACCUMULATE
+        for micro in range(accumulate):
+            x, y = (t.to(device_type) for t in tiny.local_batch(step * accumulate + micro, dp, ranks))
+            with model.no_sync() if micro < accumulate - 1 else nullcontext():
+                total += model.train_step(x, y, scale=1 / accumulate) / accumulate
         if step == 0:
             history.grads = full_grads(model)
         history.norms.append(float(model.clip_grad_norm_(tiny.CLIP)))
@@ -44,7 +63,7 @@ def train(config: dict[str, Any], model_options: dict[str, Any], device_type: st
         optimizer.zero_grad()
         dist.all_reduce(total, group=mesh.group("dp"))
         history.losses.append(float(total) / ranks)
-        if step == tiny.STEPS // 2:  # evaluation in between must not disturb training
+        if step == steps // 2:  # evaluation in between must not disturb training
             with torch.no_grad():
                 model(x)
     history.params = model.state_dict()
@@ -53,11 +72,17 @@ def train(config: dict[str, Any], model_options: dict[str, Any], device_type: st
     return history
 
 
-def compare(config: dict[str, Any], model_options: dict[str, Any] | None = None, device_type: str = "cpu") -> dict[str, float]:
-    """Train both ways on every rank; return the largest differences (parameters and gradients on rank 0)."""
+def compare(
+    config: dict[str, Any],
+    model_options: dict[str, Any] | None = None,
+    device_type: str = "cpu",
+    steps: int = tiny.STEPS,
+    accumulate: int = tiny.ACCUMULATE,
+) -> dict[str, float]:
+    """Train both ways; return the largest differences (parameters and gradients on rank 0)."""
     options = model_options or {}
-    history = train(config, options, device_type)
-    plain = tiny.plain_run(lambda: tiny.build(**options))
+    history = train(config, options, device_type, steps, accumulate)
+    plain = plain_history(options, steps, accumulate)
     differences = {
         "loss": max(abs(a - b) for a, b in zip(history.losses, plain.losses, strict=True)),
         "norm": max(abs(a - b) for a, b in zip(history.norms, plain.norms, strict=True)),

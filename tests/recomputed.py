@@ -68,7 +68,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def spread(config: dict[str, Any], size: int, device_type: str = "cpu", net: nn.Module | None = None) -> Any:
-    c = HybridConfig(**config, activation_checkpoint_blocks=size)
+    c = HybridConfig(**config, activation_checkpoint_blocks=size, self_check="off")
     mesh = build_mesh(c, device_type)
     return parallelize(net or Net(), c, mesh, loss_fn=F.mse_loss)
 
@@ -79,7 +79,7 @@ def train(
     """Three steps of SGD; returns parameters and buffers, losses, and how often groups were recomputed."""
     model = spread(config, size, device_type, Net(between, pair="pipeline_parallel_size" not in config))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model.check_optimizer(optimizer)
+    model.setup_optimizer(optimizer)
     torch.manual_seed(7 + model.mesh.rank("dp"))
     generator = torch.Generator().manual_seed(1 + model.mesh.rank("dp"))
     losses = []

@@ -106,7 +106,7 @@ def test_wrong_values(fields: dict, match: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"sequence_parallel": True}, {"zero_stage": 1},
+        {"sequence_parallel": True},
         {"compression": {"algorithm": "onebit_adam"}}, {"max_staleness": 1}, {"compile": True}, {"fused_kernels": True},
     ],
 )  # fmt: skip

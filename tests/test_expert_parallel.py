@@ -38,6 +38,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], tuple[int, int]
         (2, 4),
     ),
     "pp2-ep2-zero-bubble": (4, "plain", {**PP2, **EP2, "schedule": "ZBVZeroBubble"}, {"layers": 4}, (1, 1)),
+    "dp4-ep2-zero1-list": (4, "plain", {**EP2, "zero_stage": 1, "partition_gradients": True}, {"listed": True}, (1, 1)),
+    "dp4-ep2-zero1": (4, "plain", {**EP2, "zero_stage": 1, "contiguous_gradients": True}, {}, (1, 1)),
     "dp4-ep2-zero2": (4, "plain", {**EP2, "zero_stage": 2}, {}, (1, 1)),
     "dp4-ep2-hsdp3": (4, "plain", {**EP2, "zero_stage": 3, "data_parallel_shard_size": 2}, {}, (1, 1)),
     "qwen3-moe-ep2": (2, "qwen3", EP2, {}, (1, 1)),

@@ -16,10 +16,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "tp2-zero2": (4, {**TP2, "zero_stage": 2}),
     "pp2-interleaved": (2, {**PP2, "schedule": "Interleaved1F1B"}),
     "dp2": (2, {}),
+    "dp4-zero1": (4, {"zero_stage": 1, "partition_gradients": True}),
 }
 WAYS = [
     ("plain", "pp2-tp2"), ("pp2-tp2", "plain"), ("pp2-tp2", "tp2-zero2"), ("tp2-zero2", "pp2-interleaved"),
-    ("pp2-interleaved", "dp2"), ("dp2", "pp2-tp2"),
+    ("pp2-interleaved", "dp2"), ("dp2", "pp2-tp2"), ("dp2", "dp4-zero1"), ("dp4-zero1", "plain"),
 ]  # fmt: skip
 
 

@@ -106,15 +106,15 @@ def optimizer_and_schedule(parameters: Any) -> tuple[torch.optim.Optimizer, Any]
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 
 
-def plain_run(build_model: Callable[[], nn.Module] = build, steps: int = STEPS) -> History:
+def plain_run(build_model: Callable[[], nn.Module] = build, steps: int = STEPS, accumulate: int = ACCUMULATE) -> History:
     model = build_model()
     optimizer, schedule = optimizer_and_schedule(model.parameters())
     history = History([], [], {}, {})
     for step in range(steps):
         total = 0.0
-        for micro in range(ACCUMULATE):
-            x, y = batch(step * ACCUMULATE + micro)
-            loss = token_loss(model(x), y) / ACCUMULATE
+        for micro in range(accumulate):
+            x, y = batch(step * accumulate + micro)
+            loss = token_loss(model(x), y) / accumulate
             loss.backward()
             total += loss.item()
         if step == 0:

@@ -14,6 +14,7 @@ from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.apply import apply
 from ascend_core.parallel.model import ParallelModel
 from ascend_core.parallel.moe import ExpertList, MoELayer, load_balance_loss
+from ascend_core.parallel.self_check import SelfCheck
 
 __all__ = ["ExpertList", "MoELayer", "ParallelModel", "load_balance_loss", "parallelize"]
 
@@ -56,5 +57,6 @@ def parallelize(
     """
     if device is None:
         device = current_device(mesh.device_type)
+    check = SelfCheck.prepare(model, config, pipeline_module=pipeline_module, root_is_boundary=root_is_boundary)
     applied = apply(model, config, mesh, device, pipeline_module=pipeline_module, root_is_boundary=root_is_boundary)
-    return ParallelModel(model, config, mesh, device, applied, loss_fn)
+    return ParallelModel(model, config, mesh, device, applied, loss_fn, check)

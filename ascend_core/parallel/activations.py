@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +15,19 @@ from ascend_core.errors import ModelError
 
 
 @dataclass(frozen=True)
-class _Meta:
+class TensorMeta:
+    """Shape and dtype of a tensor, without its values."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Meta:
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """Describe a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor of this shape with any values."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -46,7 +52,7 @@ def broadcast_nest(
     mine = owner == dist.get_rank(group)
     source = dist.get_global_rank(group, owner)
     leaves, spec = pytree.tree_flatten(output)
-    plain = [_Meta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    plain = [TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     message = [(plain, spec, error) if mine else None]
     dist.broadcast_object_list(message, src=source, group=group)
     plain, spec, failure = message[0]  # type: ignore[misc]
@@ -54,13 +60,26 @@ def broadcast_nest(
         return None, failure
     received = []
     for i, leaf in enumerate(plain):
-        if isinstance(leaf, _Meta):
+        if isinstance(leaf, TensorMeta):
             tensor = leaves[i].contiguous() if mine else leaf.empty(device)
             dist.broadcast(tensor, src=source, group=group)
             received.append(tensor)
         else:
             received.append(leaf)
     return pytree.tree_unflatten(received, spec), None
+
+
+def argument_order(block: torch.nn.Module) -> dict[str, int]:
+    """Position of each argument of a block's ``forward``; empty if Python cannot tell (a compiled ``forward``)."""
+    try:
+        return {name: i for i, name in enumerate(inspect.signature(block.forward).parameters)}
+    except (TypeError, ValueError):
+        return {}
+
+
+def in_order(kwargs: dict[str, Any], order: Mapping[str, int]) -> dict[str, Any]:
+    """Keyword arguments in the order of the signature, so that the activation is first wherever the call names it."""
+    return dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order)))) if len(kwargs) > 1 else kwargs
 
 
 def activation(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> torch.Tensor:

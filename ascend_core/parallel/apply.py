@@ -29,6 +29,7 @@ from ascend_core.parallel.expert import (
 )
 from ascend_core.parallel.failures import raise_together
 from ascend_core.parallel.gates import BlockGates
+from ascend_core.parallel.hugging_face import check, owner
 from ascend_core.parallel.recompute import BlockRecompute
 from ascend_core.parallel.rng import StepRng
 from ascend_core.parallel.state import Names, describe
@@ -82,6 +83,10 @@ def apply(
         Broadcasts all parameters and buffers from rank 0; whatever DTensor and FSDP2 do to shard.
     """
     blocks = _blocks(model, config, mesh, pipeline_module, root_is_boundary)
+    if blocks and mesh.size("pp") > 1:
+        pretrained = owner(model, blocks.names[0])
+        if pretrained is not None:
+            check(pretrained)
     rng = StepRng.for_mesh(mesh, device)
     _refuse_meta(model)
     experts = find_experts(model, mesh.size("ep")) if mesh.size("ep") > 1 else []
@@ -118,7 +123,7 @@ def apply(
         raise_together(error)
 
     sharded: list[nn.Module] = []
-    if config.zero_stage:
+    if config.zero_stage >= 2:
         assert blocks is not None
         units, wrap = _shard_units(model, blocks, local_names, pipelined=bool(stages))
         reshard = config.zero_stage == 3
@@ -153,7 +158,7 @@ def _recompute(model: nn.Module, blocks: BlockList | None, config: HybridConfig,
 def _blocks(
     model: nn.Module, config: HybridConfig, mesh: HybridMesh, pipeline_module: str, root_is_boundary: bool
 ) -> BlockList | None:
-    needed = mesh.size("pp") > 1 or mesh.size("tp") > 1 or config.zero_stage or config.activation_checkpoint_blocks
+    needed = mesh.size("pp") > 1 or mesh.size("tp") > 1 or config.zero_stage >= 2 or config.activation_checkpoint_blocks
     if not needed:
         return None
     try:

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from ascend_core.errors import ConfigError, ModelError, nearest
+from ascend_core.parallel.hugging_face import planned_list
+from ascend_core.parallel.pipeline_hook import Configured, configured
 
 
 @dataclass(frozen=True)
@@ -21,15 +23,17 @@ class BlockList:
     """Where the blocks of a model are.
 
     Attributes:
-        list_name: Name of the list module.
+        list_name: Name of the list module, or of the hook that listed the blocks.
         names: Name of each block, in order.
         boundary: Name of the module whose call is pipelined ("" is the root), or None when the blocks are run by
             code that is no module's ``forward`` (for example directly by a training step).
+        split_points: Indices of the blocks that begin stages 1, 2, ..., or None to deal them.
     """
 
     list_name: str
     names: tuple[str, ...]
     boundary: str | None
+    split_points: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         """Number of blocks."""
@@ -39,8 +43,9 @@ class BlockList:
 def find_blocks(root: nn.Module, pipeline_module: str = "auto", *, root_is_boundary: bool = False) -> BlockList:
     """Find the block list of a model.
 
-    Of all lists (ModuleList, Sequential, ModuleDict) that hold at least half of the parameters, the one with the most
-    elements wins; without such a list, the one with the most parameters.
+    A ``configure_pipeline()`` hook says it, or a Hugging Face model's ``base_model_pp_plan``. Otherwise, of all lists
+    (ModuleList, Sequential, ModuleDict) that hold at least half of the parameters, the one with the most elements wins;
+    without such a list, the one with the most parameters.
 
     Args:
         root: The model, or a module that holds it.
@@ -51,7 +56,7 @@ def find_blocks(root: nn.Module, pipeline_module: str = "auto", *, root_is_bound
         The blocks.
 
     Raises:
-        ConfigError: ``pipeline_module`` names nothing.
+        ConfigError: ``pipeline_module`` names nothing, or a hook returned something else than blocks.
         ModelError: There is no list of blocks.
     """
     scope, prefix = root, ""
@@ -64,6 +69,13 @@ def find_blocks(root: nn.Module, pipeline_module: str = "auto", *, root_is_bound
                 nearest(pipeline_module, [n for n, _ in root.named_children()]),
             )
         scope, prefix = modules[pipeline_module], pipeline_module
+    hooked = configured(root, prefix)
+    if hooked is not None:
+        boundary = (
+            hooked.boundary if hooked.boundary is not None else _hooked_boundary(hooked, pipeline_module, root_is_boundary)
+        )
+        return BlockList(hooked.label, hooked.names, boundary, hooked.split_points)
+    planned = planned_list(scope, prefix)
     candidates = []
     for name, module in scope.named_modules(prefix=prefix):
         if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and len(module) > 0:
@@ -74,11 +86,12 @@ def find_blocks(root: nn.Module, pipeline_module: str = "auto", *, root_is_bound
         raise ModelError(
             f"{type(scope).__name__} has no list of blocks to split into stages.",
             "A pipeline needs an nn.ModuleList, nn.Sequential or nn.ModuleDict whose elements are run in order.",
-            "Put the layers into one, or use pipeline_parallel_size=1.",
+            "Put the layers into one, define configure_pipeline(), or use pipeline_parallel_size=1.",
         )
     half = _numel(scope.parameters()) / 2
     large = [c for c in candidates if c[0] >= half]
-    _, _, list_name, module = max(large, key=lambda c: (c[1], c[0])) if large else max(candidates, key=lambda c: c[0])
+    named = [c for c in candidates if c[2] == planned]
+    _, _, list_name, module = max(named or large, key=lambda c: (c[1], c[0]), default=max(candidates, key=lambda c: c[0]))
     names = tuple(f"{list_name}.{child}" if list_name else child for child, _ in module.named_children())
     return BlockList(list_name, names, _boundary(list_name, module, pipeline_module, root_is_boundary))
 
@@ -92,6 +105,21 @@ def _boundary(list_name: str, module: nn.Module, pipeline_module: str, root_is_b
     if rest or isinstance(module, nn.Sequential):
         return head
     return None
+
+
+def _hooked_boundary(hooked: Configured, pipeline_module: str, root_is_boundary: bool) -> str | None:
+    """The module that hook or user name, the root, the one that defines the hook, or the child that holds all blocks."""
+    if hooked.boundary is not None:
+        return hooked.boundary
+    if pipeline_module != "auto":
+        return pipeline_module
+    if root_is_boundary:
+        return ""
+    heads = {name.partition(".")[::2] for name in hooked.names}
+    first = {head for head, _ in heads}
+    if hooked.holder:
+        return hooked.holder
+    return first.pop() if len(first) == 1 and all(rest for _, rest in heads) else None
 
 
 def _numel(parameters: Iterable[nn.Parameter]) -> int:
@@ -112,6 +140,8 @@ def deal(blocks: BlockList, num_stages: int) -> list[tuple[int, int]]:
         ConfigError: There are more stages than blocks.
     """
     n = len(blocks)
+    if blocks.split_points is not None:
+        return _dealt(blocks, blocks.split_points, num_stages)
     if num_stages > n:
         raise ConfigError(
             f"{num_stages} pipeline stages, but {blocks.list_name or 'the model'} has {n} blocks.",
@@ -119,6 +149,17 @@ def deal(blocks: BlockList, num_stages: int) -> list[tuple[int, int]]:
             f"Set pipeline_parallel_size to at most {n} (or 'auto'), or lower stages_per_rank.",
         )
     return [(n * s // num_stages, n * (s + 1) // num_stages) for s in range(num_stages)]
+
+
+def _dealt(blocks: BlockList, points: tuple[int, ...], num_stages: int) -> list[tuple[int, int]]:
+    if len(points) + 1 != num_stages:
+        raise ConfigError(
+            f"{blocks.list_name} gives {len(points)} split points, for {len(points) + 1} stages, but there are {num_stages}.",
+            "Stages are pipeline_parallel_size x stages_per_rank; each but the first begins at a split point.",
+            f"Give {num_stages - 1} split points, or leave them out to have the blocks dealt.",
+        )
+    starts = (0, *points)
+    return list(zip(starts, (*points, len(blocks)), strict=True))
 
 
 def hollow(drop: list[nn.Module], root: nn.Module) -> None:
@@ -213,19 +254,29 @@ def prune(root: nn.Module, blocks: BlockList, local: set[int], is_first: bool, i
 
 
 def _around(boundary: nn.Module, blocks: BlockList, modules: dict[str, nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Modules registered before the first block, and after the last; those between blocks are in neither."""
+    inside = {id(modules[name]) for name in blocks.names}
+    holders: set[int] = set()
+    for name in blocks.names:
+        while name:
+            name = name.rpartition(".")[0]
+            holders.add(id(modules[name]))
     before: list[nn.Module] = []
     after: list[nn.Module] = []
-    prefix = f"{blocks.boundary}." if blocks.boundary else ""
-    path = blocks.list_name[len(prefix) :].split(".") if blocks.list_name != blocks.boundary else []
-    here = boundary
-    for step in path:
-        seen = False
-        for name, child in here.named_children():
-            if name == step:
-                seen = True
-            else:
-                (after if seen else before).append(child)
-        here = dict(here.named_children())[step]
+    seen: set[int] = set()
+
+    def walk(here: nn.Module) -> None:
+        for child in here.children():
+            if id(child) in inside:
+                seen.add(id(child))
+            elif id(child) in holders:
+                walk(child)
+            elif not seen:
+                before.append(child)
+            elif len(seen) == len(inside):
+                after.append(child)
+
+    walk(boundary)
     return before, after
 
 

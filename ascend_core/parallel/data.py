@@ -1,24 +1,21 @@
 """Data parallel: gradients averaged over replicas, or parameters sharded by FSDP2.
 
 Replication uses no wrapper. After the last backward of a step, local gradients travel in flat buckets, which is exact
-under every schedule and with tensor-parallel shards, where torch's DDP is not. Sharding is torch's ``fully_shard`` on
-each block.
+under every schedule and with tensor-parallel shards, where torch's DDP is not (:mod:`ascend_core.parallel.buckets`).
+Sharding is torch's ``fully_shard`` on each block; that of optimizer state alone is :mod:`ascend_core.parallel.zero1`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ascend_core.mesh import HybridMesh
-
-BUCKET_BYTES = 64 * 2**20
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,70 +73,3 @@ def is_expert(parameter: torch.Tensor) -> bool:
     if isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
         return True
     return getattr(parameter, "expert_parallel", False)
-
-
-class GradientReducer:
-    """Sums gradients over a process group in flat buckets.
-
-    A gradient that is None on some ranks counts as zero there; one that is None on all ranks stays None, so that an
-    optimizer skips the parameter as it would in one process.
-
-    Args:
-        parameters: The parameters, in the same order on all ranks of the group.
-        group: The group.
-        divisor: Divide the sums by it; the group size gives the mean.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1) -> None:
-        self.group, self.divisor = group, divisor
-        self.buckets: list[list[nn.Parameter]] = []
-        size = 0
-        for p in sorted(parameters, key=lambda p: str(p.dtype)):
-            nbytes = local(p).numel() * p.element_size()
-            if not self.buckets or self.buckets[-1][0].dtype != p.dtype or size + nbytes > BUCKET_BYTES:
-                self.buckets.append([])
-                size = 0
-            self.buckets[-1].append(p)
-            size += nbytes
-
-    def __call__(self) -> None:
-        """Reduce all gradients.
-
-        Communication: one all-reduce per bucket over the group: the bytes of its gradients plus one element each.
-        """
-        for bucket in self.buckets:
-            self._reduce(bucket)
-
-    def _reduce(self, bucket: list[nn.Parameter]) -> None:
-        parts = []
-        for p in bucket:
-            grad = p.grad
-            if grad is None:
-                parts.append(torch.zeros(local(p).numel() + 1, dtype=p.dtype, device=local(p).device))
-            else:
-                flat = local(grad).reshape(-1)
-                parts.append(torch.cat([flat, flat.new_ones(1)]))
-        buffer = torch.cat(parts)
-        dist.all_reduce(buffer, group=self.group)
-        offset = 0
-        flags = buffer[torch.tensor([0, *[local(p).numel() + 1 for p in bucket]]).cumsum(0)[1:].to(buffer.device) - 1].tolist()
-        for p, flag in zip(bucket, flags, strict=True):
-            count = local(p).numel()
-            if flag > 0:
-                value = buffer[offset : offset + count].view(local(p).shape)
-                if self.divisor != 1:
-                    value = value / self.divisor
-                self._store(p, value)
-            offset += count + 1
-
-    @staticmethod
-    def _store(p: nn.Parameter, value: torch.Tensor) -> None:
-        if p.grad is None:
-            value = value.clone()
-            p.grad = (
-                DTensor.from_local(value, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
-                if isinstance(p, DTensor)
-                else value
-            )
-        else:
-            local(p.grad).copy_(value)

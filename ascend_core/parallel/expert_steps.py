@@ -103,7 +103,7 @@ def check_loss_was_added(layers: Iterable[MoELayer]) -> None:
         ModelError: It has not, but the other stages have already added theirs.
     """
     for layer in layers:
-        if not layer.load_balance_loss_asked:
+        if layer.training and not layer.load_balance_loss_asked:
             raise ModelError(
                 f"A MoE layer has load_balance_coefficient={layer.load_balance_coefficient}, but the step did not add "
                 "load_balance_loss(model) to its loss.",

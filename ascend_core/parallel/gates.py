@@ -20,9 +20,11 @@ from torch import nn
 
 from ascend_core import _shim
 from ascend_core.errors import ModelError
-from ascend_core.parallel.activations import activation, broadcast_nest, poison, replace
+from ascend_core.parallel.activations import activation, argument_order, broadcast_nest, in_order, poison, replace
+from ascend_core.parallel.block_outputs import BlockOutputs, OutputForm
 from ascend_core.parallel.blocks import BlockList
 from ascend_core.parallel.failures import portable
+from ascend_core.parallel.hugging_face import CallGuard, owner
 from ascend_core.parallel.recompute import BlockRecompute
 from ascend_core.parallel.rng import StepRng
 from ascend_core.schedule_rules import stage_owner
@@ -80,9 +82,13 @@ class BlockGates:
         self._chained = 0
         self._due = 0  # the stage whose output is shared next
         self._inside = False
+        self.pretrained = owner(root, blocks.names[0])
+        self._guard = CallGuard(self.pretrained) if self.pretrained is not None else None
         modules = dict(root.named_modules())
         self._gated = [modules[name] for name in blocks.names]
         self._root, self._block_modules = root, list(self._gated)
+        self.outputs = BlockOutputs(self._block_modules, blocks.names)
+        self._orders = [argument_order(block) for block in self._gated]
         for index, block in enumerate(self._gated):
             _shim.override_call(block, functools.partial(self._call_block, index, _shim.original_call(block)))
         if blocks.boundary is not None:
@@ -96,18 +102,27 @@ class BlockGates:
         """Take the gates off again."""
         for module in self._gated:
             _shim.restore_call(module)
+        if self._guard is not None:
+            self._guard.remove()
+
+    @property
+    def labels_given(self) -> bool:
+        """The last call of the Hugging Face model, if there is one, had labels: the loss is its own."""
+        return self._guard is not None and self._guard.labels_given
 
     def owner(self, stage: int) -> int:
         """Pipeline rank of a stage."""
         return stage_owner(self.schedule, stage, self.size)
 
     def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
-        """Those of its blocks, and on the end stages those outside of all blocks; asked anew, as FSDP2 exchanges them."""
+        """Those of its blocks, and those outside of all blocks: any stage may use them, between its blocks too.
+
+        Asked anew each time, as FSDP2 exchanges them.
+        """
         first, end = self.stages[stage]
         own = [p for block in self._block_modules[first:end] for p in block.parameters()]
-        if stage in (0, len(self.stages) - 1):
-            inside = {id(p) for block in self._block_modules for p in block.parameters()}
-            own += [p for p in self._root.parameters() if id(p) not in inside]
+        inside = {id(p) for block in self._block_modules for p in block.parameters()}
+        own += [p for p in self._root.parameters() if id(p) not in inside]
         return iter({id(p): p for p in own}.values())
 
     def stage_blocks(self, stage: int) -> list[nn.Module]:
@@ -156,6 +171,7 @@ class BlockGates:
                 "The pipeline cuts the call of that module.",
                 "Call the module itself, or name the one that is called with pipeline_module=...",
             )
+        kwargs = in_order(kwargs, self._orders[index])
         if self.run is None:
             return self._chain(index, call, args, kwargs)
         return self._in_stage(self.run, index, call, args, kwargs)
@@ -168,7 +184,7 @@ class BlockGates:
         if index == run.end:
             raise Cut(activation(args, kwargs, self.blocks.names[index]))
         if index < run.first:
-            return poison(activation(args, kwargs, self.blocks.names[index]), fresh=index == 0)
+            return self.outputs.imitate(index, poison(activation(args, kwargs, self.blocks.names[index]), fresh=index == 0))
         if index == run.first:
             if run.received is not None:
                 args, kwargs = replace(args, kwargs, run.received)
@@ -178,6 +194,7 @@ class BlockGates:
         output = self.recompute(index, call, args, kwargs) if self.recompute is not None else call(*args, **kwargs)
         if index == run.end - 1:
             self.rng.leave_blocks()
+        self.outputs.note(index, output)
         return output
 
     def _check_order(self, index: int, expected: int) -> None:
@@ -221,10 +238,23 @@ class BlockGates:
         except Cut:
             pass
         except Exception as error:
-            if self._due < len(self.stages) and self.owner(self._due) == self.rank:
-                self._share(None, self._due, portable(error))
+            self._fail(error)
             raise
         return self._share(output, len(self.stages) - 1)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the others at this rank's next turn to send; until then take what they send."""
+        while self._due < len(self.stages):
+            mine = self.owner(self._due) == self.rank
+            received, failure = broadcast_nest(
+                None, self.owner(self._due), self.group, self.rng.device, portable(error) if mine else None
+            )
+            if failure is not None:
+                self._due = len(self.stages)
+            elif isinstance(received, OutputForm):
+                self.outputs.learn(received)
+            else:
+                self._due += 1
 
     def _chain(self, index: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_order(index, self._chained)
@@ -232,6 +262,7 @@ class BlockGates:
         stage = self._stage_of(index)
         mine = self.owner(stage) == self.rank
         output = call(*args, **kwargs) if mine else activation(args, kwargs, self.blocks.names[index])
+        output = self._learn(index, output, stage)
         ends_stage = index == self.stages[stage][1] - 1
         if index == len(self.blocks) - 1:
             self._chained = 0
@@ -241,14 +272,25 @@ class BlockGates:
                 return output
         return self._share(output, stage) if ends_stage else output
 
+    def _learn(self, index: int, output: Any, stage: int) -> Any:
+        """At a block's first evaluation, tell the other ranks how its output is nested."""
+        mine = self.owner(stage) == self.rank
+        if not self.outputs.known(index):
+            self.outputs.learn(self._exchange(self.outputs.describe(index, output) if mine else None, stage))
+        return output if mine else self.outputs.imitate(index, output)
+
     def _stage_of(self, index: int) -> int:
         return next(s for s, (first, end) in enumerate(self.stages) if first <= index < end)
 
-    def _share(self, output: Any, stage: int, error: Exception | None = None) -> Any:
+    def _share(self, output: Any, stage: int) -> Any:
         """Broadcast a stage's output, any nesting of tensors and plain values, over the pipeline group."""
-        owner = self.owner(stage)
-        received, failure = broadcast_nest(output, owner, self.group, self.rng.device, error)
-        self._due = len(self.stages) if failure is not None else stage + 1
-        if failure is not None and owner != self.rank:
+        received = self._exchange(output, stage)
+        self._due = stage + 1
+        return received
+
+    def _exchange(self, output: Any, stage: int) -> Any:
+        received, failure = broadcast_nest(output, self.owner(stage), self.group, self.rng.device)
+        if failure is not None:
+            self._due = len(self.stages)
             raise failure
         return received

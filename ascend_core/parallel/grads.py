@@ -8,7 +8,8 @@ experts hold the tokens of their whole expert-parallel group already: they are s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from ascend_core import _shim
 from ascend_core.errors import ConfigError
 from ascend_core.mesh import HybridMesh
-from ascend_core.parallel.data import GradientReducer, is_data_sharded, is_expert, local
+from ascend_core.parallel.buckets import GradientReducer
+from ascend_core.parallel.data import is_data_sharded, is_expert, local
+from ascend_core.parallel.zero1 import OptimizerShards, check_set_up
 
 
 class GradientFinisher:
@@ -28,28 +31,96 @@ class GradientFinisher:
         parameters: Name to parameter of this rank, in the model's order.
         mesh: The mesh.
         sharded: FSDP2 modules whose gradients are reduced by hand (those of a pipeline).
+        shards: Shards of the parameters under ZeRO-1, or None.
+        contiguous: Keep gradients in flat buckets from the moment they are made.
+        overlap: Average over the replicas while backward still runs.
 
     Communication:
         Building it: one object all-gather over the pipeline group, and process groups for tied weights.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: HybridMesh, sharded: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: HybridMesh,
+        sharded: Sequence[nn.Module] = (),
+        shards: OptimizerShards | None = None,
+        *,
+        contiguous: bool = False,
+        overlap: bool = False,
+    ) -> None:
+        self.overlap = overlap
         self.mesh, self.parameters, self.sharded = mesh, dict(parameters), list(sharded)
-        trainable = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        self.shards, self.contiguous = shards, contiguous
         self.first_holder: dict[int, bool] = {}
-        self._shared = self._shared_reducers(trainable) if mesh.size("pp") > 1 else []
-        experts = [p for p in trainable.values() if is_expert(p)]
-        replicated = [p for p in trainable.values() if not is_data_sharded(p, mesh) and not is_expert(p)]
-        dp = mesh.size("dp")
-        self._experts = GradientReducer(experts, mesh.group("edp"), dp) if experts else None
-        self._average = GradientReducer(replicated, mesh.group("dp"), dp) if dp > 1 and replicated else None
+        self._holders: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
+        if mesh.size("pp") > 1:
+            self._find_shared()
+        if shards is not None:
+            self.first_holder |= shards.first_holder(self.first_holder)
+        self._trained: tuple[bool, ...] = ()
+        self._shared: list[GradientReducer] = []
+        self._kept: list[GradientReducer] = []
+        self._average: GradientReducer | None = None
+        self._experts: GradientReducer | None = None
+        self._build()
+
+    def _build(self) -> None:
+        """Make the buckets of what is trained now; again when parameters were frozen or unfrozen. No communication."""
+        trained = tuple(p.requires_grad for p in self.parameters.values())
+        if trained == self._trained:
+            return
+        self._trained = trained
+        for reducer in self._kept:
+            reducer.close()
+        self._shared = [GradientReducer([p for p in held if p.requires_grad], group) for group, held in self._holders]
+        whole = [p for p in self.parameters.values() if p.requires_grad and not is_data_sharded(p, self.mesh)]
+        partitioned = self.shards.cuts if self.shards is not None and self.shards.partition else {}
+        replicated = [p for p in whole if id(p) not in partitioned and not is_expert(p)]
+        experts = [p for p in whole if is_expert(p)]
+        dp = self.mesh.size("dp")
+        average = GradientReducer(replicated, self.mesh.group("dp"), dp, contiguous=self.contiguous, overlap=self.overlap)
+        self._kept = [average, GradientReducer([p for p in whole if id(p) in partitioned], None, contiguous=self.contiguous)]
+        self._average, self._experts = average if dp > 1 else None, None
+        if experts:
+            self._experts = GradientReducer(experts, self.mesh.group("edp"), dp, contiguous=self.contiguous)
+            self._kept.append(self._experts)
+
+    @contextmanager
+    def gradients_elsewhere(self) -> Iterator[None]:
+        """Leave gradients made inside where autograd puts them."""
+        for reducer in self._kept:
+            reducer.paused = True
+        try:
+            yield
+        finally:
+            for reducer in self._kept:
+                reducer.paused = False
+
+    def arm(self) -> None:
+        """Announce that :meth:`finish` follows the next backward, so that gradients may travel while it runs."""
+        if self._average is not None:
+            self._build()
+            self._average.arm()
+
+    def keep(self) -> None:
+        """Move gradients that were made elsewhere into the buckets, if gradients are kept there."""
+        if self.contiguous:
+            for reducer in self._kept:
+                reducer.keep()
 
     def finish(self) -> None:
         """Make every ``.grad`` the gradient of the global batch's mean loss.
 
         Communication: all-reduce of tied weights over their stages; reduce-scatter of FSDP2 shards; all-reduce of the
-        rest over the data-parallel axis, of experts over its part with the same experts.
+        rest over the data-parallel axis, of experts over its part with the same experts; under ZeRO-1 see
+        :meth:`OptimizerShards.take_gradients`.
+
+        Raises:
+            ConfigError: ZeRO-1 has no optimizer.
         """
+        check_set_up(self.shards)
+        self._build()
         for p in self.parameters.values():
             _match_placement(p)
         for reducer in self._shared:
@@ -59,22 +130,23 @@ class GradientFinisher:
             self._average()
         if self._experts is not None:
             self._experts()
+        if self.shards is not None:
+            self.shards.take_gradients()
 
-    def _shared_reducers(self, trainable: Mapping[str, nn.Parameter]) -> list[GradientReducer]:
+    def _find_shared(self) -> None:
+        """Find the parameters that live on several stages, and make a group for each set of stages."""
         names: list[list[str]] = [[] for _ in range(self.mesh.size("pp"))]
-        dist.all_gather_object(names, list(trainable), group=self.mesh.group("pp"))
+        dist.all_gather_object(names, list(self.parameters), group=self.mesh.group("pp"))
         holders: dict[str, tuple[int, ...]] = {}
         for name in sorted({n for held in names for n in held}):
             holders[name] = tuple(r for r, held in enumerate(names) if name in held)
         here = self.mesh.rank("pp")
-        self.first_holder = {id(p): holders[n][0] == here for n, p in trainable.items() if len(holders[n]) > 1}
-        reducers = []
+        self.first_holder = {id(p): holders[n][0] == here for n, p in self.parameters.items() if len(holders[n]) > 1}
         for ranks in sorted({h for h in holders.values() if len(h) > 1}):
             group = _stage_group(self.mesh, ranks)
-            mine = [p for n, p in trainable.items() if holders[n] == ranks]
+            mine = [p for n, p in self.parameters.items() if holders[n] == ranks]
             if here in ranks:
-                reducers.append(GradientReducer(mine, group))
-        return reducers
+                self._holders.append((group, mine))
 
 
 def _stage_group(mesh: HybridMesh, stages: tuple[int, ...]) -> dist.ProcessGroup:

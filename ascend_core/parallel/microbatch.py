@@ -80,6 +80,11 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     return [_slice(batch, size, i * part, (i + 1) * part) for i in range(num_microbatches)]
 
 
+def take_samples(batch: Any, count: int) -> Any:
+    """The first ``count`` samples of a batch, cut as :func:`split_batch` cuts it."""
+    return _slice(batch, batch_size(batch), 0, count)
+
+
 def _slice(value: Any, size: int, start: int, end: int) -> Any:
     if isinstance(value, torch.Tensor):
         return value[start:end] if value.dim() and value.shape[0] == size else value

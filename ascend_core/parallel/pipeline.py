@@ -30,6 +30,7 @@ from ascend_core.parallel.expert_steps import (
 )
 from ascend_core.parallel.failures import portable, shape_changed
 from ascend_core.parallel.gates import BlockGates
+from ascend_core.parallel.loss_weights import Shares, loss_shares, refuse_own_loss, weighted
 from ascend_core.parallel.microbatch import batch_size, choose_microbatches, split_batch
 from ascend_core.parallel.stage import Stage, StageModule, sendable
 from ascend_core.schedule_rules import MULTI_STAGE_SCHEDULES
@@ -46,7 +47,8 @@ class _Step:
 
     step_fn: StepFn
     microbatches: list[Any]
-    factors: list[float]
+    shares: Shares
+    scale: float
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     errors: list[BaseException] = field(default_factory=list)
     check_nan: bool = False
@@ -86,6 +88,7 @@ class PipelineRunner:
         *,
         scale: float = 1.0,
         weight_fn: Callable[[Any], float] | None = None,
+        reduction: str = "mean",
         payload: Callable[[], Any] | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Run forward and backward of one batch; gradients are added to ``.grad``.
@@ -95,11 +98,14 @@ class PipelineRunner:
             batch: This replica's batch, the same on all of its ranks.
             scale: Factor on the loss before backward (1 / accumulation steps, a loss scale).
             weight_fn: Weight of a microbatch in the mean, for losses that are means over something other than
-                samples (valid tokens). Default: equal weights.
+                samples (valid tokens). Default: the numbers of valid ``labels`` for a Hugging Face model that computes
+                its own loss; else equal weights.
+            reduction: ``"mean"``: the batch's loss is the mean of the microbatches'; ``"sum"``: their sum, for losses
+                that are sums, or are divided by a number that belongs to the whole batch.
             payload: Called on the rank of the last stage after the step; its value is returned on every rank.
 
         Returns:
-            The weighted mean loss (detached, 0-dim, float32, equal on all ranks of the pipeline), and the payload.
+            The loss of the batch (detached, 0-dim, float32, equal on all ranks of the pipeline), and the payload.
 
         Raises:
             Exception: Whatever a stage raised, on every rank of the pipeline.
@@ -111,17 +117,22 @@ class PipelineRunner:
         size = batch_size(batch)
         schedule, m = choose_microbatches(self.config.schedule, self.gates.size, self.config.num_microbatches, size)
         parts = split_batch(batch, m)
-        weights = [float(weight_fn(p)) for p in parts] if weight_fn else [1.0] * m
-        total = sum(weights) or 1.0
-        self._step = _Step(step_fn, parts, [w / total * scale for w in weights])
+        shares = loss_shares(parts, weight_fn, reduction, self.gates.pretrained)
+        self._step = _Step(step_fn, parts, shares, scale)
         try:
             runner = self._schedule(schedule, m, _shapes(parts[0]))
             numbers = torch.arange(m)
             last = self.num_stages - 1 in self.local_stages
             runner.step(mb=numbers, target=numbers if last else None, return_outputs=False)
-            return self._agree([w / total for w in weights], payload)
+            return self._agree(payload)
         finally:
             self._step = None
+
+    @property
+    def weights(self) -> list[float]:
+        """The shares of the running step's microbatches in its loss."""
+        assert self._step is not None
+        return self._step.shares.values
 
     # ---- one microbatch on one stage; called by torch's schedule
 
@@ -149,9 +160,11 @@ class PipelineRunner:
             output = self.gates.run_stage(stage, received, lambda: step.step_fn(step.microbatches[number], number))
         if stage == self.num_stages - 1:
             check_loss_was_added(self.balanced)
-            return _checked_loss(output, step.check_nan)
+            refuse_own_loss(step.shares, self.gates.labels_given)
+            return _checked_loss(output, step.check_nan and step.shares.values[number] != 0)
         if self.balanced:
-            output, value = attach_load_balance(self.gates.stage_blocks(stage), output, step.factors[number])
+            factor = step.shares.values[number] * step.scale
+            output, value = attach_load_balance(self.gates.stage_blocks(stage), output, factor)
             if value is not None:
                 step.balances.append((number, value))
         return output  # type: ignore[no-any-return]
@@ -161,14 +174,14 @@ class PipelineRunner:
         assert self._step is not None
         self._step.errors.append(error)
 
-    def _agree(self, shares: list[float], payload: Callable[[], Any] | None) -> tuple[torch.Tensor, Any]:
+    def _agree(self, payload: Callable[[], Any] | None) -> tuple[torch.Tensor, Any]:
         """Exchange loss, payload and errors; raise everywhere if any stage failed."""
         step = self._step
         assert step is not None
-        mine: dict[str, Any] = {"balance": sum(shares[number] * float(value) for number, value in step.balances)}
+        mine: dict[str, Any] = {"balance": sum(step.shares.values[number] * float(value) for number, value in step.balances)}
         if self.num_stages - 1 in self.local_stages and not step.errors:
-            losses = torch.stack([step.losses[i].float() for i in range(len(shares))])
-            mine["loss"] = float((losses * losses.new_tensor(shares)).sum())
+            parts = [weighted(step.losses[i].float(), share) for i, share in enumerate(step.shares.values)]
+            mine["loss"] = float(torch.stack(parts).sum())
             try:
                 mine["payload"] = payload() if payload else None
                 pickle.dumps(mine["payload"])
@@ -200,17 +213,20 @@ class PipelineRunner:
             return self._schedules[key]
         self._step.check_nan = True
         stages = [self._stage(s, metas) for s in self.local_stages]
-        factors = lambda: self._step.factors  # type: ignore[union-attr]  # noqa: E731
         schedule = get_schedule_class(name)(
             stages if name in MULTI_STAGE_SCHEDULES else stages[0],
             n_microbatches=m,
-            loss_fn=lambda loss, number: loss * factors()[int(number)],
+            loss_fn=self._scaled,
             scale_grads=False,
         )
         self._schedules[key] = schedule
         while len(self._schedules) > _MAX_SHAPES:
             self._schedules.popitem(last=False)
         return schedule
+
+    def _scaled(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        assert self._step is not None
+        return weighted(loss, self._step.shares.values[int(number)] * self._step.scale)
 
     def _stage(self, stage: int, metas: list[torch.Tensor]) -> Stage:
         meta = metas[stage]
@@ -236,7 +252,8 @@ class PipelineRunner:
             dist.broadcast_object_list(message, src=source, group=self.gates.group)
             if isinstance(message[0], BaseException):
                 raise message[0]
-            shape, dtype, carries = message[0]
+            shape, dtype, carries, forms = message[0]
+            self.gates.outputs.make_known(forms)
             metas.append(torch.empty(shape, dtype=dtype, device="meta", requires_grad=carries))
         metas.append(torch.zeros((), device="meta", requires_grad=True))
         return metas
@@ -254,9 +271,9 @@ class PipelineRunner:
                 for buffer, value in saved:
                     buffer.copy_(value)
         if not output.is_floating_point():
-            return tuple(output.shape), output.dtype, False
+            return tuple(output.shape), output.dtype, False, self.gates.outputs.seen(*self.gates.stages[stage])
         trained = carries or any(p.requires_grad for p in self.root.parameters())
-        return tuple(output.shape), output.dtype, trained
+        return tuple(output.shape), output.dtype, trained, self.gates.outputs.seen(*self.gates.stages[stage])
 
 
 def _checked_loss(loss: Any, check_nan: bool) -> torch.Tensor:

@@ -99,11 +99,16 @@ def gather_model(root: nn.Module, names: Names, mesh: HybridMesh) -> dict[str, t
     """
     reshard(root)
     state = names.merge({n: full_tensor(t) for n, t in root.state_dict().items() if isinstance(t, torch.Tensor)})
-    for part in _gather_expert_lists({n: t for n, t in state.items() if n.startswith(names.expert_lists)}, names, mesh):
-        state.update(part)
-    merged = _gather_stages(state, mesh)
+    merged = _gather_stages(_with_expert_lists(state, names, mesh), mesh)
     merged.update({again: merged[first] for again, first in names.ties.items() if first in merged})  # stored once
     return {n: merged[n] for n in names.ordered(merged)} if dist.get_rank() == 0 else {}
+
+
+def _with_expert_lists(tensors: dict[str, torch.Tensor], names: Names, mesh: HybridMesh) -> dict[str, torch.Tensor]:
+    """Add the other ranks' experts of lists."""
+    for part in _gather_expert_lists({n: t for n, t in tensors.items() if n.startswith(names.expert_lists)}, names, mesh):
+        tensors = {**tensors, **part}
+    return tensors
 
 
 def _gather_expert_lists(mine: Any, names: Names, mesh: HybridMesh) -> list[Any]:
@@ -115,6 +120,17 @@ def _gather_expert_lists(mine: Any, names: Names, mesh: HybridMesh) -> list[Any]
     group = mesh.group("ep")
     dist.gather_object(mine, parts, dst=dist.get_process_group_ranks(group)[0], group=group)
     return parts or []
+
+
+def gather_gradients(gradients: Mapping[str, torch.Tensor | None], names: Names, mesh: HybridMesh) -> dict[str, torch.Tensor]:
+    """Collect finished gradients by the unsplit model's names; on global rank 0, those of this stage elsewhere.
+
+    Communication:
+        As :func:`gather_model`.
+    """
+    local = {n: full_tensor(g) for n, g in gradients.items() if g is not None}
+    whole = _with_expert_lists(names.merge(local), names, mesh)
+    return _gather_stages(whole, mesh)
 
 
 def _gather_stages(state: dict[str, Any], mesh: HybridMesh) -> dict[str, Any]:
