@@ -132,6 +132,8 @@ def train(kind: str, config: dict[str, Any], options: dict[str, Any], device_typ
         total = torch.zeros((), device=device_type)
         for micro in range(ACCUMULATE):
             batch = tuple(t.to(device_type) for t in tiny.local_batch(step * ACCUMULATE + micro, dp, ranks))
+            if micro == ACCUMULATE - 1:
+                model.announce_finish()
             loss, _ = model.forward_backward(lambda b, _: loss_of(model.module, *b), batch, scale=1 / ACCUMULATE)
             model.rng.step += 1
             total += loss / ACCUMULATE
