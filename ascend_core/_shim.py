@@ -59,6 +59,12 @@ ROWS: tuple[Row, ...] = (
         "torch copies it itself, or does not detach it",
     ),
     Row(
+        "torch._C._current_graph_task_id",
+        "A forward that a backward runs again (activation checkpointing) must not put its load-balance loss up a second time.",
+        "torch/utils/checkpoint.py, which asks the same",
+        "torch has a public way to ask whether a backward is running",
+    ),
+    Row(
         "torch.utils._pytree.tree_flatten",
         "Outputs of a stage may be any nesting of tensors, and must be sent to other ranks.",
         "torch/utils/_pytree.py",
@@ -73,6 +79,11 @@ _REPLACED = "_ascend_replaced_class"
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a view of another in autograd's sense."""
     return bool(tensor._is_view())
+
+
+def inside_backward() -> bool:
+    """Whether the calling code is run by a backward pass."""
+    return int(torch._C._current_graph_task_id()) != -1
 
 
 def override_call(module: nn.Module, call: Callable[..., Any]) -> None:

@@ -34,7 +34,7 @@ class HybridConfig:
             and allocates nothing. ``"auto"`` is False below stage 2; FSDP2 always reduces in flat buffers.
         overlap_gradients: Average gradients over the replicas while backward still runs. ``"auto"`` does so where
             nothing else decides it: without a pipeline, and without sharded gradients (FSDP2 overlaps by itself).
-        expert_parallel_size: Not available yet.
+        expert_parallel_size: Data-parallel ranks that share the experts of each MoE layer (:mod:`ascend_core.parallel.expert`).
         schedule: torch's spelling: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble,
             DualPipeV.
         stages_per_rank: Stages each pipeline rank owns; ``"auto"`` is 1 for GPipe and 1F1B, else 2; ZBVZeroBubble and

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from ascend_core.config import HybridConfig
 
 _LATER: dict[str, Any] = {
-    "expert_parallel_size": 1,
     "compression": None,
     "max_staleness": 0,
     "compile": False,
@@ -32,6 +31,7 @@ def check(c: HybridConfig) -> None:
     _check_pipeline(c)
     _check_data(c)
     _check_tensor(c)
+    _check_experts(c)
 
 
 def _check_sizes(c: HybridConfig) -> None:
@@ -169,3 +169,13 @@ def _check_tensor(c: HybridConfig) -> None:
         )
     if c.qkv_split not in ("column", "heads"):
         raise ConfigError(f"qkv_split={c.qkv_split!r}.", "", "Use 'column' or 'heads'.")
+
+
+def _check_experts(c: HybridConfig) -> None:
+    dp = c.data_parallel_size
+    if dp != "auto" and int(dp) % c.expert_parallel_size:
+        raise ConfigError(
+            f"expert_parallel_size={c.expert_parallel_size} does not divide data_parallel_size={dp}.",
+            "Experts are spread over ranks of the data-parallel axis.",
+            "Choose a divisor of data_parallel_size.",
+        )

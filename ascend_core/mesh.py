@@ -1,8 +1,9 @@
 """From sizes to ranks: the layout of a world, and its DeviceMesh.
 
 Axes, outermost first: ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``. Tensor parallel is innermost, so that its ranks
-are neighbours on one node; pipeline stages are outermost, so that they spread over nodes. *Axis* always means a mesh
-axis here, *dim* a tensor dimension.
+are neighbours on one node; pipeline stages are outermost, so that they spread over nodes. The axis ``ep`` of expert
+parallel is borrowed from data parallel: neighbours on ``dp`` share the experts, and ``edp`` counts the copies of each
+expert. *Axis* always means a mesh axis here, *dim* a tensor dimension.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the four axes; their product is the world size."""
+    """Sizes of the four axes, whose product is the world size, and of the expert-parallel axis inside ``dp``."""
 
     pp: int
     dp_replicate: int
     dp_shard: int
     tp: int
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -41,9 +43,15 @@ class Layout:
         """Data-parallel size: replicas x shards, the number of different batches per step."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def edp(self) -> int:
+        """Copies of each expert: the data-parallel size of expert parameters."""
+        return self.dp // self.ep
+
     def __str__(self) -> str:
         """One line for logs."""
-        return f"pp={self.pp} x dp={self.dp} ({self.dp_replicate} replicas x {self.dp_shard} shards) x tp={self.tp}"
+        experts = f", experts over {self.ep}" if self.ep > 1 else ""
+        return f"pp={self.pp} x dp={self.dp} ({self.dp_replicate} replicas x {self.dp_shard} shards{experts}) x tp={self.tp}"
 
 
 def resolve_layout(config: HybridConfig, world_size: int, num_blocks: int | None = None) -> Layout:
@@ -85,7 +93,14 @@ def resolve_layout(config: HybridConfig, world_size: int, num_blocks: int | None
         raise ConfigError(
             f"data_parallel_shard_size {shard} does not divide the data-parallel size {dp}.", "", "Choose a divisor of it."
         )
-    return Layout(pp=int(pp), dp_replicate=dp // shard, dp_shard=shard, tp=tp)
+    ep = config.expert_parallel_size
+    if dp % ep:
+        raise ConfigError(
+            f"expert_parallel_size {ep} does not divide the data-parallel size {dp}.",
+            "Experts are spread over ranks of the data-parallel axis.",
+            "Choose a divisor of it, or start another number of processes.",
+        )
+    return Layout(pp=int(pp), dp_replicate=dp // shard, dp_shard=shard, tp=tp, ep=ep)
 
 
 def _auto_pipeline(config: HybridConfig, world_size: int, num_blocks: int | None) -> int:
@@ -111,11 +126,14 @@ class HybridMesh:
         layout: Axis sizes.
         device_mesh: Four axes, for tensor parallel and FSDP2.
         merged: Three axes ``pp``, ``dp``, ``tp``: the same ranks with replicas and shards as one axis.
+        experts: Four axes ``pp``, ``edp``, ``ep``, ``tp``: the same ranks as expert parameters see them; None without
+            expert parallel.
     """
 
     layout: Layout
     device_mesh: DeviceMesh
     merged: DeviceMesh
+    experts: DeviceMesh | None = None
 
     @property
     def device_type(self) -> str:
@@ -123,9 +141,8 @@ class HybridMesh:
         return self.device_mesh.device_type
 
     def rank(self, axis: str) -> int:
-        """This rank's coordinate on an axis (``pp``, ``dp``, ``dp_replicate``, ``dp_shard``, ``tp``)."""
-        mesh = self.merged if axis == "dp" else self.device_mesh
-        return mesh.get_local_rank(axis)
+        """This rank's coordinate on an axis (``pp``, ``dp``, ``dp_replicate``, ``dp_shard``, ``ep``, ``edp``, ``tp``)."""
+        return self._mesh_of(axis).get_local_rank(axis)
 
     def size(self, axis: str) -> int:
         """Number of ranks on an axis."""
@@ -133,8 +150,13 @@ class HybridMesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Process group of the ranks that differ from this one on ``axis`` only."""
-        mesh = self.merged if axis == "dp" else self.device_mesh
-        return mesh.get_group(axis)
+        return self._mesh_of(axis).get_group(axis)
+
+    def _mesh_of(self, axis: str) -> DeviceMesh:
+        if axis in ("ep", "edp"):
+            assert self.experts is not None, "no expert parallel"
+            return self.experts
+        return self.merged if axis == "dp" else self.device_mesh
 
     def pipeline_ranks(self) -> list[int]:
         """Global ranks of this rank's pipeline, first stage first."""
@@ -182,7 +204,11 @@ def build_mesh(
     shape = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     merged = init_device_mesh(device_type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
-    return HybridMesh(layout, device_mesh, merged)
+    experts = None
+    if layout.ep > 1:
+        shape = (layout.pp, layout.edp, layout.ep, layout.tp)
+        experts = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "edp", "ep", "tp"))
+    return HybridMesh(layout, device_mesh, merged, experts)
 
 
 def warn_across_nodes(layout: Layout, devices_per_node: int | None) -> None:

@@ -84,7 +84,7 @@ def check_trainer(trainer: Any, layout: Layout, layer_sync: object) -> None:
     Raises:
         NotAvailableError: Weight averaging, or synchronised batch norm.
     """
-    if layout.pp == 1 and layout.tp == 1:
+    if layout.pp == layout.tp == layout.ep == 1:
         return
     averaging = ("StochasticWeightAveraging", "WeightAveraging")
     for callback in trainer.callbacks:
@@ -128,12 +128,13 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], layout: Layout) ->
     """Refuse optimizers that call the step more than once.
 
     Raises:
-        ConfigError: LBFGS in a pipeline, or several optimizers.
+        ConfigError: LBFGS in a pipeline or with spread experts, or several optimizers.
     """
     for optimizer in optimizers:
-        if layout.pp > 1 and isinstance(optimizer, torch.optim.LBFGS):
+        if (layout.pp > 1 or layout.ep > 1) and isinstance(optimizer, torch.optim.LBFGS):
+            axis = "pipeline_parallel_size" if layout.pp > 1 else "expert_parallel_size"
             raise ConfigError(
-                "LBFGS with pipeline_parallel_size > 1.",
+                f"LBFGS with {axis} > 1.",
                 "It evaluates the step several times and needs products over all parameters, which live on several ranks.",
                 "Use a first-order optimizer.",
             )

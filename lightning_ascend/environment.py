@@ -187,7 +187,9 @@ class EnvironmentMixin:
         """Agree on numbers of batches before the loop; ranks that end an evaluation early must not be needed by others."""
         assert self.mesh is not None
         kind = {"train": "training", "val": "validation"}.get(prefix := str(trainer.state.stage.dataloader_prefix), prefix)
-        if lengths_differ(dataloader, self.mesh, training=prefix == "train", kind=kind):
+        if lengths_differ(
+            dataloader, self.mesh, training=prefix == "train", kind=kind, joint=self.config.expert_parallel_size > 1
+        ):
             self._uneven.add(kind)
 
 

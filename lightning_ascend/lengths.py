@@ -11,7 +11,7 @@ from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
 
 
-def lengths_differ(loader: Any, mesh: HybridMesh, *, training: bool, kind: str) -> bool:
+def lengths_differ(loader: Any, mesh: HybridMesh, *, training: bool, kind: str, joint: bool = False) -> bool:
     """Compare the number of batches of all replicas.
 
     Args:
@@ -19,6 +19,7 @@ def lengths_differ(loader: Any, mesh: HybridMesh, *, training: bool, kind: str) 
         mesh: The mesh.
         training: It is a training loader.
         kind: What to call it in messages.
+        joint: Forward itself needs all replicas (spread experts).
 
     Returns:
         Whether replicas have different numbers.
@@ -42,6 +43,12 @@ def lengths_differ(loader: Any, mesh: HybridMesh, *, training: bool, kind: str) 
             f"Replicas have different numbers of {kind} batches: {text}.",
             "Each step averages gradients over all replicas; those that still have batches would wait for ever.",
             "Leave sharding to the strategy, use drop_last=True, or cut the data to equal parts.",
+        )
+    if joint:
+        raise ModelError(
+            f"Replicas have different numbers of {kind} batches: {text}.",
+            "Their experts are spread over the replicas, so each forward needs all of them.",
+            "Give all replicas the same number of batches, or set expert_parallel_size=1.",
         )
     if 0 in counts.values():
         raise ModelError(

@@ -46,7 +46,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
         partition_gradients: Reduce gradients onto the rank that needs them only.
         contiguous_gradients: Keep gradients in flat buckets.
         overlap_gradients: Average gradients while backward runs.
-        expert_parallel_size: Not available yet.
+        expert_parallel_size: Data-parallel ranks that share the experts of each MoE layer.
         schedule: Pipeline schedule, torch's spelling.
         stages_per_rank: Stages each pipeline rank owns.
         num_microbatches: Microbatches of a local batch.
@@ -186,7 +186,7 @@ class HybridStrategyMixin(EnvironmentMixin, StepMixin, ReduceMixin, StateMixin):
     @property
     def _is_plain(self) -> bool:
         """Every rank holds the whole model (pure data parallel without sharding)."""
-        return self.layout.pp == 1 and self.layout.tp == 1 and self.config.zero_stage == 0
+        return self.layout.pp == self.layout.tp == self.layout.ep == 1 and self.config.zero_stage == 0
 
     def _is_spread(self, module: Any) -> bool:
         return self.parallel is not None and self.parallel.module is module

@@ -16,7 +16,7 @@ def lightning(namespace: str) -> Any:
     return importlib.import_module(namespace)
 
 
-def make_module(namespace: str, **options: Any) -> Any:
+def make_module(namespace: str, build: Any = tiny.TinyGPT, **options: Any) -> Any:
     """Build the LightningModule of a namespace; one function, so that both namespaces test the same code."""
     pl = lightning(namespace)
 
@@ -24,7 +24,7 @@ def make_module(namespace: str, **options: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(1)
-            self.model = tiny.TinyGPT(**options)
+            self.model = build(**options)
             self.history: dict[str, list[float]] = {"loss": [], "val": [], "lr": []}
             self.norms: list[float] = []
             self.hooks: dict[str, int] = {"before_backward": 0, "after_backward": 0, "zero_grad": 0}

@@ -92,6 +92,8 @@ def test_unknown_and_conflicting_keys(values: dict, match: str) -> None:
         ({"tensor_parallel_plan": {"*": "colwise"}}, "plan would be ignored"),
         ({"tensor_parallel_plan": {}, "tensor_parallel_size": 2}, "tensor_parallel_plan"),
         ({"qkv_split": "rows"}, "qkv_split='rows'"),
+        ({"expert_parallel_size": 0}, "expert_parallel_size=0: must be a whole number"),
+        ({"expert_parallel_size": 4, "data_parallel_size": 6}, "does not divide data_parallel_size=6"),
         ({"activation_checkpoint_blocks": -1}, "activation_checkpoint_blocks=-1: must be a whole number of at least 0"),
         ({"activation_checkpoint_blocks": True}, "activation_checkpoint_blocks=True"),
     ],
@@ -104,7 +106,7 @@ def test_wrong_values(fields: dict, match: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"expert_parallel_size": 2},
+        
         {"compression": {"algorithm": "onebit_adam"}}, {"max_staleness": 1}, {"compile": True}, {"fused_kernels": True},
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pipeline, tensor and data parallel training of an unmodified model."""
+"""Pipeline, tensor, data and expert parallel training of an unmodified model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from ascend_core.parallel.apply import apply
 from ascend_core.parallel.block_costs import BlockCosts, measured_costs
 from ascend_core.parallel.blocks import find_blocks
 from ascend_core.parallel.model import ParallelModel
+from ascend_core.parallel.moe import ExpertList, MoELayer, load_balance_loss
 from ascend_core.parallel.self_check import SelfCheck
 from ascend_core.parallel.vocabulary import vocab_parallel_cross_entropy
 
 __all__ = [
     "BlockCosts",
+    "ExpertList",
+    "MoELayer",
     "ParallelModel",
     "find_blocks",
+    "load_balance_loss",
     "measured_costs",
     "parallelize",
     "vocab_parallel_cross_entropy",

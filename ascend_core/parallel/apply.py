@@ -1,7 +1,7 @@
 """The one place that says in which order techniques are applied.
 
-Agree on initial values; cut into pipeline stages; split tensors; shard or replicate data-parallel; put up the gates and,
-under them, activation checkpointing. Compile will go between tensor and data parallel.
+Agree on initial values; cut into pipeline stages; split tensors; spread experts; shard or replicate data-parallel; put
+up the gates and, under them, activation checkpointing. Compile will go between tensor and data parallel.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from ascend_core.parallel.block_costs import BlockCosts
 from ascend_core.parallel.block_inputs import record_block_inputs
 from ascend_core.parallel.blocks import BlockList, deal, find_blocks, move, prune
 from ascend_core.parallel.data import shard_parameters
+from ascend_core.parallel.expert import (
+    connect_load_balance,
+    find_experts,
+    refuse_outside_blocks,
+    spread_experts,
+)
 from ascend_core.parallel.failures import raise_together
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.hugging_face import check, owner
@@ -87,6 +93,8 @@ def apply(
             check(pretrained)
     rng = StepRng.for_mesh(mesh, device)
     _refuse_meta(model)
+    experts = find_experts(model, mesh.size("ep")) if mesh.size("ep") > 1 else []
+    connect_load_balance(model, mesh)
     description = describe(model)
     share_initial_values(model, device)
 
@@ -95,6 +103,7 @@ def apply(
     local_names = list(blocks.names) if blocks else []
     runs: list[list[str]] = []
     if stages and blocks:
+        refuse_outside_blocks(model, experts, blocks.names)
         here, owners = mesh.rank("pp"), [stage_owner(config.schedule, s, mesh.size("pp")) for s in range(len(stages))]
         local = {i for s, (first, end) in enumerate(stages) if owners[s] == here for i in range(first, end)}
         runs = [list(blocks.names[first:end]) for s, (first, end) in enumerate(stages) if owners[s] == here]
@@ -103,11 +112,21 @@ def apply(
     move(model, device)
 
     summed: frozenset[str] = frozenset()
+    error: Exception | None
     if mesh.size("tp") > 1:
-        error: Exception | None = None
+        error = None
         try:
-            summed = split_tensors(model, config, mesh, runs or [local_names], inputs)
+            summed = split_tensors(model, config, mesh, runs or [local_names], inputs, experts)
         except Exception as caught:  # noqa: BLE001 - raised on every rank: stages may differ in what they can split
+            error = caught
+        raise_together(error)
+
+    ignored: set[nn.Parameter] = set()
+    if experts:
+        error = None
+        try:
+            ignored = spread_experts(model, experts, mesh)
+        except Exception as caught:  # noqa: BLE001 - raised on every rank: stages have different layers
             error = caught
         raise_together(error)
 
@@ -115,7 +134,8 @@ def apply(
     if config.zero_stage >= 2:
         assert blocks is not None
         units, wrap = _shard_units(model, blocks, local_names, pipelined=bool(stages))
-        sharded = list(shard_parameters(units, mesh, reshard_after_forward=config.zero_stage == 3, wrap=wrap))  # type: ignore[arg-type]
+        reshard = config.zero_stage == 3
+        sharded = list(shard_parameters(units, mesh, reshard_after_forward=reshard, wrap=wrap, ignored=ignored))  # type: ignore[arg-type]
         if stages:
             for module in sharded:
                 _shim.defer_gradient_reduction(module)  # type: ignore[arg-type]

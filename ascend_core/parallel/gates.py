@@ -125,6 +125,11 @@ class BlockGates:
         own += [p for p in self._root.parameters() if id(p) not in inside]
         return iter({id(p): p for p in own}.values())
 
+    def stage_blocks(self, stage: int) -> list[nn.Module]:
+        """The blocks of a stage."""
+        first, end = self.stages[stage]
+        return self._block_modules[first:end]
+
     def run_stage(self, stage: int, received: torch.Tensor | None, step: Callable[[], Any]) -> Any:
         """Run the user's step for one stage.
 

@@ -1,7 +1,8 @@
 """Finish gradients after the last backward of a step: one place for every sum that a layout leaves open.
 
 Order: DTensor gradients take the placement of their parameter; parameters that live on several stages (tied weights)
-are summed over those stages; FSDP2 reduces its shards; everything else is averaged over the replicas.
+are summed over those stages; FSDP2 reduces its shards; everything else is averaged over the replicas. The gradients of
+experts hold the tokens of their whole expert-parallel group already: they are summed over the copies of each expert.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ascend_core import _shim
 from ascend_core.errors import ConfigError
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel.buckets import GradientReducer
-from ascend_core.parallel.data import is_data_sharded, local
+from ascend_core.parallel.data import is_data_sharded, is_expert, local
 from ascend_core.parallel.zero1 import OptimizerShards, check_set_up
 
 
@@ -65,6 +66,7 @@ class GradientFinisher:
         self._averages: list[GradientReducer] = []
         self._sum_parts: GradientReducer | None = None
         self._finished_copies = False
+        self._experts: GradientReducer | None = None
         self._build()
 
     def _build(self) -> None:
@@ -78,7 +80,8 @@ class GradientFinisher:
         self._shared = [GradientReducer([p for p in held if p.requires_grad], group) for group, held in self._holders]
         whole = [p for p in self.parameters.values() if p.requires_grad and not is_data_sharded(p, self.mesh)]
         partitioned = self.shards.cuts if self.shards is not None and self.shards.partition else {}
-        replicated = [p for p in whole if id(p) not in partitioned]
+        replicated = [p for p in whole if id(p) not in partitioned and not is_expert(p)]
+        experts = [p for p in whole if is_expert(p)]
         dp = self.mesh.size("dp")
         parts = [p for n, p in self.parameters.items() if p.requires_grad and n in self.summed]
         self._sum_parts = GradientReducer(parts, self.mesh.group("tp"), self.mesh.size("tp")) if parts else None
@@ -92,6 +95,10 @@ class GradientFinisher:
         ]
         others = [p for p in whole if id(p) in partitioned]
         self._kept = [*self._averages, GradientReducer(others, None, contiguous=self.contiguous)]
+        self._experts = None
+        if experts:
+            self._experts = GradientReducer(experts, self.mesh.group("edp"), dp, contiguous=self.contiguous)
+            self._kept.append(self._experts)
 
     @contextmanager
     def gradients_elsewhere(self) -> Iterator[None]:
@@ -133,7 +140,8 @@ class GradientFinisher:
         """Make every ``.grad`` the gradient of the global batch's mean loss.
 
         Communication: all-reduce of tied weights over their stages; reduce-scatter of FSDP2 shards; all-reduce of the
-        rest over the data-parallel axis; under ZeRO-1 see :meth:`OptimizerShards.take_gradients`.
+        rest over the data-parallel axis, of experts over its part with the same experts; under ZeRO-1 see
+        :meth:`OptimizerShards.take_gradients`.
 
         Raises:
             ConfigError: ZeRO-1 has no optimizer.
@@ -150,6 +158,8 @@ class GradientFinisher:
         if self.mesh.size("dp") > 1:
             for reducer in self._averages:
                 reducer()
+        if self._experts is not None:
+            self._experts()
         self._finished_copies = bool(self._holders)
         if self.shards is not None:
             self.shards.take_gradients()
@@ -208,7 +218,7 @@ def total_norm(
         0-dim float32 tensor, equal on all ranks.
 
     Communication:
-        Three all-reduces of at most four elements, over ``tp``, ``dp_shard`` and ``pp``.
+        All-reduces of at most four elements over ``tp``, ``dp_shard``, ``ep`` and ``pp``.
     """
     if norm_type <= 0:
         raise ConfigError(f"norm_type={norm_type} is not a norm.", "", "Use a positive number or inf.")
@@ -222,14 +232,15 @@ def total_norm(
         _match_placement(p)
         grad = local(p.grad).detach().float()
         value = grad.abs().max() if infinite and grad.numel() else grad.abs().pow(norm_type).sum()
-        slots.setdefault(_shard_axes(p.grad), []).append(value)
+        slots.setdefault(_shard_axes(p, p.grad), []).append(value)
     combine = (lambda v: v.max()) if infinite else (lambda v: v.sum())
-    keys = [frozenset(), frozenset({"tp"}), frozenset({"dp_shard"}), frozenset({"tp", "dp_shard"})]
+    shards = ((), ("tp",), ("dp_shard",), ("tp", "dp_shard"), ("ep",), ("tp", "ep"))
+    keys = [frozenset(axes) for axes in shards]
     zero = torch.zeros((), device=device or torch.device(mesh.device_type))
     vector = torch.stack([combine(torch.stack(slots[k])) if k in slots else zero for k in keys])
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    vector = _reduce_slots(vector, [1, 3], mesh, "tp", op)
-    vector = _reduce_slots(vector, [2, 3], mesh, "dp_shard", op)
+    for axis in ("tp", "dp_shard", "ep"):
+        vector = _reduce_slots(vector, [i for i, axes in enumerate(shards) if axis in axes], mesh, axis, op)
     total = combine(vector)
     if mesh.size("pp") > 1:
         dist.all_reduce(total, op=op, group=mesh.group("pp"))
@@ -248,11 +259,12 @@ def _reduce_slots(
     return vector
 
 
-def _shard_axes(grad: torch.Tensor) -> frozenset[str]:
+def _shard_axes(p: nn.Parameter, grad: torch.Tensor) -> frozenset[str]:
+    experts = frozenset({"ep"} if is_expert(p) else ())
     if not isinstance(grad, DTensor):
-        return frozenset()
+        return experts
     names = grad.device_mesh.mesh_dim_names or ()
-    return frozenset(n for n, placement in zip(names, grad.placements, strict=True) if _shim.is_sharded(placement))
+    return experts.union(n for n, placement in zip(names, grad.placements, strict=True) if _shim.is_sharded(placement))
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:

@@ -19,6 +19,8 @@ from ascend_core.errors import ConfigError
 from ascend_core.mesh import HybridMesh
 from ascend_core.parallel import grads
 from ascend_core.parallel.apply import Applied
+from ascend_core.parallel.data import is_expert
+from ascend_core.parallel.expert_steps import replicas_that_wait
 from ascend_core.parallel.pipeline import PipelineRunner, StepFn
 from ascend_core.parallel.self_check import SelfCheck
 from ascend_core.parallel.timeline import Timeline
@@ -62,7 +64,8 @@ class ParallelModel(WholeState):
         deferred = applied.sharded if applied.gates is not None else ()
         self._shards: OptimizerShards | None = None
         if config.zero_stage == 1 and mesh.size("dp_shard") > 1:
-            self._shards = OptimizerShards(self.named.values(), mesh, partition=config.partition_gradients is True)
+            whole = [p for p in self.named.values() if not is_expert(p)]
+            self._shards = OptimizerShards(whole, mesh, partition=config.partition_gradients is True)
             self.parameter_names |= self._shards.names(self.parameter_names)
         self._finisher = grads.GradientFinisher(
             self.named,
@@ -73,7 +76,8 @@ class ParallelModel(WholeState):
             contiguous=config.contiguous_gradients is True,
             overlap=applied.gates is None and config.overlap_gradients is not False,
         )
-        self.runner = PipelineRunner(applied.gates, module, config, device) if applied.gates is not None else None
+        waiting = replicas_that_wait(module, mesh)
+        self.runner = PipelineRunner(applied.gates, module, config, device, waiting) if applied.gates is not None else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""

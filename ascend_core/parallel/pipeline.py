@@ -23,6 +23,12 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from ascend_core._shim import pytree
 from ascend_core.config import HybridConfig
 from ascend_core.errors import ModelError
+from ascend_core.parallel.expert_steps import (
+    agree_on_schedule,
+    attach_load_balance,
+    balanced_layers,
+    check_loss_was_added,
+)
 from ascend_core.parallel.failures import exchange_failed, portable, shape_changed
 from ascend_core.parallel.gates import BlockGates
 from ascend_core.parallel.loss_weights import Shares, loss_shares, refuse_own_loss, weighted
@@ -48,6 +54,7 @@ class _Step:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     errors: list[BaseException] = field(default_factory=list)
     check_nan: bool = False
+    balances: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
 class PipelineRunner:
@@ -58,10 +65,19 @@ class PipelineRunner:
         root: The model; whether its parameters are trained tells whether an activation carries gradients.
         config: The configuration.
         device: This rank's device.
+        waiting: Replicas that wait for each other in every microbatch, or None.
     """
 
-    def __init__(self, gates: BlockGates, root: nn.Module, config: HybridConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        gates: BlockGates,
+        root: nn.Module,
+        config: HybridConfig,
+        device: torch.device,
+        waiting: dist.ProcessGroup | None = None,
+    ) -> None:
         self.gates, self.root, self.config, self.device = gates, root, config, device
+        self.waiting, self.balanced = waiting, balanced_layers(root)
         self.num_stages = len(gates.stages)
         self.local_stages = [s for s in range(self.num_stages) if gates.owner(s) == gates.rank]
         self._schedules: OrderedDict[Any, tuple[Any, list[Stage]]] = OrderedDict()
@@ -150,8 +166,14 @@ class PipelineRunner:
         with self.gates.rng.user_code(stage, number):
             output = self.gates.run_stage(stage, received, lambda: step.step_fn(step.microbatches[number], number))
         if stage == self.num_stages - 1:
+            check_loss_was_added(self.balanced)
             refuse_own_loss(step.shares, self.gates.labels_given)
             return _checked_loss(output, step.check_nan and step.shares.values[number] != 0)
+        if self.balanced:
+            factor = step.shares.values[number] * step.scale
+            output, value = attach_load_balance(self.gates.stage_blocks(stage), output, factor)
+            if value is not None:
+                step.balances.append((number, value))
         return output  # type: ignore[no-any-return]
 
     def record(self, error: BaseException) -> None:
@@ -163,10 +185,11 @@ class PipelineRunner:
         """Exchange loss, payload and errors; raise everywhere if any stage failed."""
         step = self._step
         assert step is not None
-        mean, mine = torch.zeros((), device=self.device), None
+        balance = sum(step.shares.values[number] * float(value) for number, value in step.balances)
+        mean, mine = torch.full((), float(balance), device=self.device), None
         if self.num_stages - 1 in self.local_stages and not step.errors:
             parts = [weighted(step.losses[i].float(), share) for i, share in enumerate(step.shares.values)]
-            mean = torch.stack(parts).sum()
+            mean = mean + torch.stack(parts).sum()
             try:
                 mine = payload() if payload else None
                 pickle.dumps(mine)
@@ -174,7 +197,7 @@ class PipelineRunner:
                 step.errors.append(caught)
         failed = mean.new_tensor(float(bool(step.errors)))
         status = torch.stack([failed, torch.zeros_like(mean) if step.errors else mean])
-        dist.all_reduce(status, group=self.gates.group)  # all others' losses are zero: the sum is the last stage's, exactly
+        dist.all_reduce(status, group=self.gates.group)  # other stages add load-balance losses only, or zero
         if float(status[0]):
             self._raise_together(step.errors)
         if payload is not None:
@@ -199,11 +222,13 @@ class PipelineRunner:
     def _schedule(self, name: str, m: int, shapes: Any) -> tuple[Any, list[Stage]]:
         key = (name, m, shapes, torch.is_autocast_enabled(self.device.type), self.root.training)
         assert self._step is not None
-        if key in self._schedules:
+        known = key in self._schedules
+        measure = not known if self.waiting is None else not agree_on_schedule(self.waiting, self.device, name, m, known)
+        metas = self._measure() if measure else []  # also with a known shape, if another replica's is new
+        if known:
             self._schedules.move_to_end(key)
             return self._schedules[key]
         self._step.check_nan = True
-        metas = self._measure()
         stages = [self._stage(s, metas) for s in self.local_stages]
         schedule = get_schedule_class(name)(
             stages if name in MULTI_STAGE_SCHEDULES else stages[0],

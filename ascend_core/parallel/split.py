@@ -21,7 +21,12 @@ from ascend_core.parallel.tp_styles import TensorPlan
 
 
 def split_tensors(
-    model: nn.Module, config: HybridConfig, mesh: HybridMesh, runs: list[list[str]], inputs: Mapping[str, BlockInput]
+    model: nn.Module,
+    config: HybridConfig,
+    mesh: HybridMesh,
+    runs: list[list[str]],
+    inputs: Mapping[str, BlockInput],
+    experts: list[str],
 ) -> frozenset[str]:
     """Split a model in place.
 
@@ -31,6 +36,7 @@ def split_tensors(
         mesh: The mesh.
         runs: Names of this rank's blocks, stage by stage.
         inputs: What blocks are called with, for those where it is known.
+        experts: Names of modules whose experts are spread; tensor parallel leaves them whole.
 
     Returns:
         Names of whole parameters that get part of their gradient on every rank.
@@ -46,8 +52,10 @@ def split_tensors(
     else:
         assert isinstance(config.tensor_parallel_plan, Mapping)
         plan = expand_plan(model, config.tensor_parallel_plan)
+        _refuse_experts(plan, experts)
         _refuse_holes(plan, check)
         _find_between(model, plan, check)
+    plan.leave_out(experts)
     tied = _tied(model)
     tp_mesh = mesh.device_mesh["tp"]
     regions = apply_tensor_parallel(model, plan, tp_mesh)
@@ -75,6 +83,17 @@ def _refuse_unchecked(names: list[str], model: nn.Module, check: BlockCheck) -> 
                 "It needs arguments that are not known, or it is not a module with norms and projections inside.",
                 "Set sequence_parallel=False.",
             )
+
+
+def _refuse_experts(plan: TensorPlan, experts: list[str]) -> None:
+    """Refuse a user's plan for experts that are spread."""
+    inside = [n for n in plan.styles if any(n == e or n.startswith(f"{e}.") for e in experts)]
+    if inside:
+        raise ConfigError(
+            f"tensor_parallel_plan splits {inside[0]!r}, which belongs to experts that are spread.",
+            "With expert_parallel_size > 1 every tensor-parallel rank holds its experts whole.",
+            "Leave the experts out of the plan, or set expert_parallel_size=1.",
+        )
 
 
 def _refuse_holes(plan: TensorPlan, check: BlockCheck) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ascend_core.errors import ModelError
 from ascend_core.mesh import HybridMesh
+from ascend_core.parallel.moe import ExpertList
 
 
 def describe(model: nn.Module) -> tuple[list[str], list[str], dict[str, str]]:
@@ -48,6 +49,7 @@ class Names:
                 self.fused[dot + name] = tuple(dot + p for p in parts)
                 self.fused_dims[dot + name] = getattr(module, "fused_dims", {}).get(name, 0)
                 self.parts.update({dot + p: (dot + name, i) for i, p in enumerate(parts)})
+        self.expert_lists = tuple(f"{n}." for n, m in root.named_modules() if isinstance(m, ExpertList))
 
     def original(self, name: str) -> str:
         """The unsplit name of a local name."""
@@ -94,13 +96,32 @@ def gather_model(root: nn.Module, names: Names, mesh: HybridMesh) -> dict[str, t
         On global rank 0 the whole state dict on the CPU; elsewhere an empty dict.
 
     Communication:
-        All-gathers over ``tp`` and ``dp_shard``; one object gather to the first stage over ``pp``.
+        All-gathers over ``tp``, ``dp_shard`` and ``ep``; one object gather to the first stage over ``pp``, and one over
+        ``ep`` for experts in a list.
     """
     reshard(root)
     state = names.merge({n: full_tensor(t) for n, t in root.state_dict().items() if isinstance(t, torch.Tensor)})
-    merged = _gather_stages(state, mesh)
+    merged = _gather_stages(_with_expert_lists(state, names, mesh), mesh)
     merged.update({again: merged[first] for again, first in names.ties.items() if first in merged})  # stored once
     return {n: merged[n] for n in names.ordered(merged)} if dist.get_rank() == 0 else {}
+
+
+def _with_expert_lists(tensors: dict[str, torch.Tensor], names: Names, mesh: HybridMesh) -> dict[str, torch.Tensor]:
+    """Add the other ranks' experts of lists."""
+    for part in _gather_expert_lists({n: t for n, t in tensors.items() if n.startswith(names.expert_lists)}, names, mesh):
+        tensors = {**tensors, **part}
+    return tensors
+
+
+def _gather_expert_lists(mine: Any, names: Names, mesh: HybridMesh) -> list[Any]:
+    """What the expert-parallel ranks of the first replicas have, on the first of them; nothing elsewhere."""
+    if mesh.size("ep") == 1 or not names.expert_lists or mesh.rank("edp") or mesh.rank("tp"):
+        return []
+    first = mesh.rank("ep") == 0
+    parts: list[Any] | None = [None] * mesh.size("ep") if first else None
+    group = mesh.group("ep")
+    dist.gather_object(mine, parts, dst=dist.get_process_group_ranks(group)[0], group=group)
+    return parts or []
 
 
 def gather_gradients(gradients: Mapping[str, torch.Tensor | None], names: Names, mesh: HybridMesh) -> dict[str, torch.Tensor]:
@@ -110,7 +131,8 @@ def gather_gradients(gradients: Mapping[str, torch.Tensor | None], names: Names,
         As :func:`gather_model`.
     """
     local = {n: full_tensor(g) for n, g in gradients.items() if g is not None}
-    return _gather_stages(names.merge(local), mesh)
+    whole = _with_expert_lists(names.merge(local), names, mesh)
+    return _gather_stages(whole, mesh)
 
 
 def _gather_stages(state: dict[str, Any], mesh: HybridMesh) -> dict[str, Any]:
@@ -203,11 +225,11 @@ def gather_optimizer(
                 state.setdefault(name, {})[key] = value
         originals = list(dict.fromkeys(names.original(n) for n in local))
         groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": originals})
-    merged = (
-        _gather_stages({"state": state, "param_groups": groups}, mesh)
-        if mesh.size("pp") == 1
-        else _merge_stages(state, groups, mesh)
-    )
+    experts = {n: s for n, s in state.items() if n.startswith(names.expert_lists)}
+    others = _gather_expert_lists((experts, groups), names, mesh)[1:]
+    whole = _merge([(state, groups), *others])
+    parts = _gather_stages({f"{mesh.rank('pp')}": whole}, mesh)
+    merged = _merge([(parts[k]["state"], parts[k]["param_groups"]) for k in sorted(parts, key=int)])
     if dist.get_rank() != 0:
         return {"state": {}, "param_groups": []}
     for group in merged["param_groups"]:
@@ -215,12 +237,11 @@ def gather_optimizer(
     return merged
 
 
-def _merge_stages(state: dict[str, Any], groups: list[dict[str, Any]], mesh: HybridMesh) -> dict[str, Any]:
-    wrapped = _gather_stages({f"rank{mesh.rank('pp')}": (state, groups)}, mesh)
+def _merge(parts: Iterable[tuple[dict[str, Any], list[dict[str, Any]]]]) -> dict[str, Any]:
+    """Join states and parameter groups of several ranks."""
     merged_state: dict[str, Any] = {}
     merged_groups: list[dict[str, Any]] = []
-    for key in sorted(wrapped, key=lambda k: int(k[4:])):
-        part_state, part_groups = wrapped[key]
+    for part_state, part_groups in parts:
         for name, value in part_state.items():
             merged_state.setdefault(name, value)
         for i, group in enumerate(part_groups):

@@ -68,6 +68,16 @@ class TensorPlan:
             self.regions.append(SplitRegion(tuple(full(c) for c in r.columns), row, full(r.scope)))
         self.summed += [full(n) for n in other.summed]
 
+    def leave_out(self, modules: list[str]) -> None:
+        """Forget everything inside some modules."""
+
+        def inside(name: str) -> bool:
+            return any(name == m or name.startswith(f"{m}.") for m in modules)
+
+        self.styles = {n: style for n, style in self.styles.items() if not inside(n)}
+        self.regions = [r for r in self.regions if not any(inside(c) for c in r.columns)]
+        self.summed = [n for n in self.summed if not inside(n)]
+
 
 def parse_style(style: str) -> tuple[str, tuple[int, ...]]:
     """Cut ``"name:1,2"`` into its name and numbers.
