@@ -106,7 +106,6 @@ def test_wrong_values(fields: dict, match: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        
         {"compression": {"algorithm": "onebit_adam"}}, {"max_staleness": 1}, {"compile": True}, {"fused_kernels": True},
     ],
 )  # fmt: skip
