@@ -186,6 +186,7 @@ def rules() -> dict[str, str]:
     elsewhere = torch.ones(8, device=torch.device("npu", 7))
     return {
         "unknown": error_of(lambda: torch_npu.npu_deep_norm(x, x, gamma, gamma)),
+        "in Python": error_of(lambda: torch_npu.npu.set_op_timeout_ms(-1)),
         "unknown aclnn": error_of(lambda: torch_npu.npu_clipped_swiglu(x)),
         "own code": str(torch_npu.npu_reshape(x, (4, 4)).shape),
         "cpu": error_of(lambda: torch_npu.npu_rms_norm(x, gamma.cpu())),

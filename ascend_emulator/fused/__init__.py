@@ -50,7 +50,7 @@ def install() -> None:
             op = getattr(getattr(torch.ops.npu, base), overload or "default")
             if qualified in FORMULAS:
                 library.impl(qualified, FusedKernel(op, FORMULAS[qualified]), "PrivateUse1", allow_override=True)
-            else:
+            elif not _torch.has_kernel(name, "BackendSelect"):  # that of an operator in Python, without tensor arguments
                 library.impl(qualified, Fallback(op, name), "BackendSelect", with_keyset=True)
 
 
