@@ -53,6 +53,12 @@ ROWS: tuple[Row, ...] = (
         "_StridedShard becomes public or a subclass of Shard",
     ),
     Row(
+        "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+        "What DTensor has cached for an equal mesh of before refers to process groups that are gone.",
+        "torch/distributed/tensor/_sharding_prop.py; the cache is keyed by ranks and names of a mesh, not by its groups",
+        "DTensor's caches follow the process groups",
+    ),
+    Row(
         "torch.Tensor._is_view",
         "A stage's output is detached in place by torch's split backward, which views do not allow.",
         "torch/distributed/pipelining/_backward.py, stage_backward_input",
@@ -155,6 +161,13 @@ def defer_gradient_reduction(module: FSDPModule) -> None:
     module.set_is_last_backward(False)
     module.set_reshard_after_backward(False)
     module.set_requires_gradient_sync(False)
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches, which may hold meshes of process groups that were destroyed."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def is_sharded(placement: torch.distributed.tensor.placement_types.Placement) -> bool:

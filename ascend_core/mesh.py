@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ascend_core import binding
+from ascend_core import _shim, binding
 from ascend_core.config import HybridConfig
 from ascend_core.device import current_device
 from ascend_core.errors import ConfigError
@@ -201,6 +201,7 @@ def build_mesh(
     warn_across_nodes(layout, devices_per_node)
     if device_type == "npu":
         binding.check_distinct(current_device("npu"))
+    _shim.forget_meshes()
     shape = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     merged = init_device_mesh(device_type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ascend_core.parallel.blocks import stand_in
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -47,7 +49,9 @@ def as_projection(module: nn.Module) -> Projection | None:
         The description, or None.
     """
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or "forward" in module.__dict__:
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return None
+    if "forward" in module.__dict__ and stand_in(module) is None:  # pruned away here, it still holds a tied weight
         return None
     if isinstance(module, nn.Linear):
         if type(module).forward is not nn.Linear.forward and not _computes_linear(module):
