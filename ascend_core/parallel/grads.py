@@ -89,7 +89,7 @@ class GradientFinisher:
         self._averages = [
             GradientReducer(members, self.mesh.group("dp"), dp, contiguous=self.contiguous, overlap=overlap)
             for members, overlap in (
-                ([p for p in replicated if id(p) not in late], self.overlap),
+                ([p for p in replicated if id(p) not in late], self.overlap and dp > 1),
                 ([p for p in replicated if id(p) in late], False),
             )
         ]
