@@ -25,3 +25,16 @@ def test_what_is_refused_is_refused_when_it_is_built() -> None:
     for cell in refused:
         with pytest.raises(ConfigError, match="zero_stage=3 with a pipeline"):
             HybridConfig(**cell.config)
+
+
+def test_the_page_has_every_cell_and_none_differs() -> None:
+    lines = [r for r in parity_matrix.PAGE.read_text().splitlines() if r.startswith("|")][2:]
+    cells = parity_matrix.cells()
+    assert len(cells) >= 120 and len(lines) == len(cells)
+    for cell, line in zip(cells, lines, strict=True):
+        values = [v.strip() for v in line.strip("|").split("|")]
+        assert values[:8] == cell.row
+        if cell.refused_by:
+            assert values[8:] == ["refused", "", "", ""]
+        else:
+            assert all(float(v) < parity_matrix.TOLERANCE for v in values[8:]), cell.name
