@@ -41,9 +41,10 @@ def against_batch_norm(dtype: str, affine: bool) -> dict[str, float]:
         assert local.grad is not None and x.grad is not None
         gap("input's gradient", local.grad, x.grad[mine])
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
+        wanted = plain.get_parameter(name).grad
+        assert parameter.grad is not None and wanted is not None
         dist.all_reduce(parameter.grad)
-        gap(f"{name}'s gradient", parameter.grad, plain.get_parameter(name).grad)
+        gap(f"{name}'s gradient", parameter.grad, wanted)
     for name in ("running_mean", "running_var"):
         gap(name, model.get_buffer(name), plain.get_buffer(name))
     gap("evaluation", model.eval()(x[mine].to(here())), plain.eval()(x)[mine])
