@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ascend_emulator import _torch
+from ascend_emulator import _torch, sync_batch_norm
 from ascend_emulator.fast import fast_layer
 from ascend_emulator.kernels import SPECIAL, Kernel
 
@@ -49,6 +49,7 @@ def install() -> None:
             namespace, _, qualified = name.partition("::")
             if namespace == "aten" and qualified not in _TORCH_NPU_OWN:
                 _install_one(library, name, qualified, simple if fast else None)
+        sync_batch_norm.install(library)
         if fast:
             fast("aten", simple)
 

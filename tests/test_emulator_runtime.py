@@ -55,6 +55,21 @@ def test_devices_out_of_range() -> None:
     )
 
 
+def test_contexts_are_on_devices_that_were_set() -> None:
+    """Per process: a forked child starts with none, and a reset takes it away."""
+    code = """
+def active():
+    state = ctypes.c_int32(7)
+    return [(cann.aclrtGetPrimaryCtxState(i, None, ctypes.byref(state)), state.value)[1] for i in range(3)]
+print(active()); cann.aclrtSetDevice(1); print(active(), flush=True)
+if os.fork() == 0: print(active(), flush=True); os._exit(0)
+os.wait(); cann.aclrtSetDevice(2); cann.aclrtResetDevice(1); print(active())
+print(cann.aclrtGetPrimaryCtxState(3, None, ctypes.byref(ctypes.c_int32())))
+"""
+    seen = run(code, ASCEND_EMULATOR_DEVICES="3").splitlines()
+    assert seen == ["[0, 0, 0]", "[0, 1, 0]", "[0, 0, 0]", "[0, 0, 1]", "107001"]
+
+
 def test_memory_has_a_limit_and_an_owner() -> None:
     code = """
 cann.aclrtSetDevice(0)

@@ -78,6 +78,7 @@ static int device_count(void) {
 static __thread int current = -1;
 static int touched_pid; /* the process that first bound a device; its forked children may not */
 static char contexts[EMU_MAX_DEVICES];
+static char active[EMU_MAX_DEVICES]; /* devices that this process has a context on */
 extern int getpid(void);
 
 int emu_device(void) { return current; }
@@ -105,6 +106,7 @@ int aclrtSetDevice(int32_t device) {
   }
   touched_pid = getpid();
   current = device;
+  active[device] = 1;
   return EMU_OK;
 }
 
@@ -114,7 +116,11 @@ int aclrtGetDevice(int32_t *device) {
   return EMU_OK;
 }
 
-int aclrtResetDevice(int32_t device) { return device < 0 || device >= device_count() ? EMU_INVALID_DEVICE : EMU_OK; }
+int aclrtResetDevice(int32_t device) {
+  if (device < 0 || device >= device_count()) return EMU_INVALID_DEVICE;
+  active[device] = 0;
+  return EMU_OK;
+}
 
 int aclrtGetCurrentContext(void **context) {
   if (current < 0) return EMU_CONTEXT_NULL;
@@ -128,9 +134,10 @@ int aclrtSetCurrentContext(void *context) {
   return aclrtSetDevice((int32_t)device);
 }
 
-int aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *active) {
+int aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *is_active) {
+  if (device < 0 || device >= device_count()) return EMU_INVALID_DEVICE;
   if (flags) *flags = 0;
-  *active = 1;
+  *is_active = touched_pid == getpid() && active[device]; /* a forked child has none of its parent's contexts */
   return EMU_OK;
 }
 

@@ -22,6 +22,7 @@ OWN_PROCESS = frozenset(
         "test/npu/test_fault_mode.py",
         "test/npu/test_torch_npu.py",
         "test/distributed/test_all_to_all_single.py",
+        "test/distributed/test_nslb.py",
     }
 )
 """Files that set what is fixed when torch_npu is imported, or count on slow ends of processes: they use new interpreters."""
