@@ -41,6 +41,12 @@ ROWS: tuple[Row, ...] = (
         "torch offers a hook that may skip a module's call",
     ),
     Row(
+        "torch.nn.Module._apply",
+        "A pruned model is moved without torch_npu's own to(), which fails on modules that hold nothing.",
+        "torch_npu/utils/_module.py, cast_weight",
+        "torch_npu's cast_weight passes over weights that are None",
+    ),
+    Row(
         "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
         "Gradients of a stage are reduced once, after its last microbatch, not by a backward pass.",
         "torch/distributed/pipelining/stage.py, perform_reduce_grad",
@@ -80,6 +86,11 @@ ROWS: tuple[Row, ...] = (
 
 
 _REPLACED = "_ascend_replaced_class"
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Apply a function to all parameters, buffers and whatever else a module moves with them."""
+    module._apply(function)
 
 
 def is_view(tensor: torch.Tensor) -> bool:

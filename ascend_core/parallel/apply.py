@@ -109,7 +109,10 @@ def apply(
         runs = [list(blocks.names[first:end]) for s, (first, end) in enumerate(stages) if owners[s] == here]
         prune(model, blocks, local, is_first=here == owners[0], is_last=here == owners[-1])
         local_names = [n for i, n in enumerate(blocks.names) if i in local]
-    move(model, device)
+    if stages:
+        move(model, device)
+    else:
+        model.to(device)
 
     summed: frozenset[str] = frozenset()
     error: Exception | None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ascend_core import _shim
 from ascend_core.errors import ConfigError, ModelError, nearest
 from ascend_core.parallel.hugging_face import planned_list
 from ascend_core.parallel.pipeline_hook import Configured, configured
@@ -192,27 +193,16 @@ def hollow(drop: list[nn.Module], root: nn.Module) -> None:
 
 
 def move(root: nn.Module, device: torch.device) -> None:
-    """Move a pruned model to a device, as ``root.to(device)`` does.
+    """Move a pruned model to a device, metrics and everything else that moves with its modules included.
 
-    torch_npu's ``to()`` also sets the formats of weights, and fails on a batch norm whose weight is None, as it is in a
-    hollow one; so modules are moved one by one, and those that hold nothing are passed over.
+    torch_npu's ``to()`` also sets the formats of weights, and fails on a batch norm or convolution whose weight is None,
+    as it is in a hollow one; this leaves formats alone.
 
     Args:
         root: The model.
         device: Where to.
     """
-    for module in root.modules():
-        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
-        if not parameters and not buffers:
-            continue
-        if next(module.children(), None) is None:
-            module.to(device)
-            continue
-        for p in parameters.values():
-            p.data = p.data.to(device)
-        for name, buffer in buffers.items():
-            setattr(module, name, buffer.to(device))
+    _shim.apply_to_tensors(root, lambda t: t.to(device))
 
 
 def _reachable(module: nn.Module, without: set[int], found: dict[int, nn.Module] | None = None) -> dict[int, nn.Module]:
