@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 
 GROUP_TIMEOUT_S = 20
 DEADLINE_S = 25
-RUNS_PER_WORKER = 30  # torch's caches keep the meshes of past tests alive, with their threads and sockets
+RUNS_PER_WORKER = 15  # torch's caches keep the meshes of past tests alive, with their threads and sockets
 
 
 class RankError(AssertionError):
@@ -91,13 +91,11 @@ class RankPool:
         """
         if environment is not None:
             self._renew(world_size)
-        workers = [self._worker(rank) for rank in range(world_size)]
-        store = tempfile.mktemp(prefix="store_", dir=self._folder)
         name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
-        task = (name, args, kwargs, world_size, store, _free_port(), self._device_type, environment)
-        for rank, worker in enumerate(workers):
-            worker.pipe.send((*task, rank))
-        outcomes = self._collect(workers, deadline_s)
+        outcomes = self._attempt((name, args, kwargs), world_size, environment, deadline_s)
+        if any(o[0] == "no group" for o in outcomes):  # nothing of the function has run: with new workers, once more
+            self._renew(world_size)
+            outcomes = self._attempt((name, args, kwargs), world_size, environment, deadline_s)
         if environment is not None:
             self._renew(world_size)
         failed = {r: o for r, o in enumerate(outcomes) if o[0] != "ok"}
@@ -105,6 +103,16 @@ class RankPool:
             text = "\n".join(f"--- rank {r}: {o[0]}\n{o[-1]}" for r, o in failed.items())
             raise RankError(text, {r: (o[1], o[2]) for r, o in failed.items()})
         return [o[1] for o in outcomes]
+
+    def _attempt(
+        self, call: tuple[Any, ...], world_size: int, environment: dict[str, str | None] | None, deadline_s: float
+    ) -> list[Any]:
+        workers = [self._worker(rank) for rank in range(world_size)]
+        store = tempfile.mktemp(prefix="store_", dir=self._folder)
+        task = (*call, world_size, store, _free_port(), self._device_type, environment)
+        for rank, worker in enumerate(workers):
+            worker.pipe.send((*task, rank))
+        return self._collect(workers, deadline_s)
 
     def _collect(self, workers: list[_Worker], deadline_s: float) -> list[Any]:
         outcomes: list[Any] = [None] * len(workers)
@@ -207,16 +215,18 @@ def _outcome(task: tuple[Any, ...]) -> tuple[Any, ...]:
         os.environ.pop(key, None)
         if value is not None:
             os.environ[key] = value
+    kind = "no group"
     try:
         module, _, function = name.partition(":")
         if environment is None:
             _start_group(device_type, store, rank, world_size)
+        kind = "error"
         torch.manual_seed(0)
         result = getattr(importlib.import_module(module), function)(*args, **kwargs)
         return ("ok", result)
     except BaseException as error:  # every failure of a rank is reported
         text = "".join(traceback.format_exception(error))
-        return ("error", type(error).__name__, str(error), text[-6000:])
+        return (kind, type(error).__name__, str(error), text[-6000:])
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
