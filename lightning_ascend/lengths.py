@@ -34,7 +34,7 @@ def lengths_differ(loader: Any, mesh: HybridMesh, *, training: bool, kind: str, 
         return False
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mesh.rank("dp"), _length(loader)))
-    counts = dict(sorted(everyone))
+    counts = dict(sorted(everyone, key=lambda entry: entry[0]))
     if None in counts.values() or len(set(counts.values())) == 1:
         return False
     text = ", ".join(f"{count} on replica {replica}" for replica, count in counts.items())

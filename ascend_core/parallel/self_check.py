@@ -8,6 +8,7 @@ of every parameter are compared. Nothing of it is left behind: gradients, random
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -174,7 +175,12 @@ class SelfCheck:
             with outputs_of(module, inner) as again, torch.no_grad():
                 repeated = module(*call["args"], **call["kwargs"])
             if _differ(expected, again) or differs(floats(output), floats(repeated)):
-                return None  # random in evaluation mode as well: there is nothing to compare
+                warnings.warn(
+                    "The self-check did not compare anything: the unsplit model gives other values each time, also in "
+                    "evaluation mode (it draws random numbers).",
+                    stacklevel=2,
+                )
+                return None
             for name in inner:
                 problem = differs(expected.get(name), seen.get(prefix + name))
                 if problem:
